@@ -1,0 +1,33 @@
+"""Every error that this package raises on purpose. Each message names the file or key, what was found and what was wanted."""
+
+
+class DasllamaError(Exception):
+    """Base of all errors of this package; a command line shows its text as one line."""
+
+
+class GGUFError(DasllamaError):
+    """The file is not a GGUF file that can be read: truncated, inconsistent, hostile or of an unknown version."""
+
+
+class UnsupportedModel(DasllamaError):
+    """The file is well formed and asks for something that this package does not implement."""
+
+
+class TokenizerError(DasllamaError):
+    """The file's vocabulary is missing, inconsistent, or of a kind that is not implemented."""
+
+
+class OutOfPages(DasllamaError):
+    """The KV pool has no free page left; the session keeps what it held before the call."""
+
+
+class ContextFull(DasllamaError):
+    """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
+
+
+class KernelError(DasllamaError):
+    """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
+
+
+class DownloadError(DasllamaError):
+    """A model could not be fetched, or what arrived does not match its checksum."""
