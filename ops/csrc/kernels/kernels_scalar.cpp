@@ -1,0 +1,8 @@
+// Plain C++ for any processor: the kernels that serve all that the schemas allow.
+#include "../kernels.h"
+#include "table.inl"
+
+namespace dasllama {
+extern const Kernels kernels_scalar;
+const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward};
+}  // namespace dasllama

@@ -1,0 +1,183 @@
+"""How an op comes to be: schema and reference from one Python function, a fake, and the kernels of the backends.
+
+`define` turns a reference into `torch.ops.dasllama.<name>`. The reference serves every device that has no kernel of its
+own, and each time it does so it is counted: `report()` says which kernel served each op, `strict()` forbids references.
+CPU kernels live in the shared library `_C` (LibTorch stable ABI) and register themselves on the CPU key when it loads.
+"""
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dasllama_torch.errors import KernelError
+
+_LIBRARY = torch.library.Library("dasllama", "DEF")
+_REFERENCES: dict[torch._ops.OpOverload, Callable] = {}
+_reference_calls: Counter[str] = Counter()
+_strict = False
+
+
+def define(*, fake: Callable, mutates: tuple[str, ...] = ()):
+    """Decorator: the function's signature becomes the schema, its body the reference, and the result is the op.
+
+    fake: same arguments, returns empty outputs of the right shape, dtype and device (for meta tensors and tracing).
+    mutates: names of the arguments that the op writes.
+    The returned `OpOverload` has `.reference`, which other references call so that a reference never meets a kernel.
+    """
+
+    def wrap(reference: Callable):
+        name = reference.__name__
+        _LIBRARY.define(
+            name + torch.library.infer_schema(reference, mutates_args=mutates), tags=(torch.Tag.pt2_compliant_tag,)
+        )
+
+        def counted(*args, **kwargs):
+            if _strict:
+                raise KernelError(f"op dasllama::{name}: no kernel serves this call and strict mode forbids the reference")
+            _reference_calls[name] += 1
+            return reference(*args, **kwargs)
+
+        _LIBRARY.impl(name, counted, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
+        op = getattr(torch.ops.dasllama, name).default
+        op.reference = reference
+        op.__doc__ = reference.__doc__
+        _REFERENCES[op] = reference
+        return op
+
+    return wrap
+
+
+def register_backward(op, backward: Callable, setup_context: Callable) -> None:
+    """Give `op` a gradient formula (`torch.library.register_autograd`); an op without one raises when asked for it."""
+    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+# ---- the CPU library ------------------------------------------------------------------------------------------------
+
+
+def _load_library() -> ctypes.CDLL:
+    found = sorted(Path(__file__).parent.glob("_C*.so")) + sorted(Path(__file__).parent.glob("_C*.pyd"))
+    if not found:
+        raise KernelError(
+            f"the CPU kernels are not built: no _C*.so in {Path(__file__).parent}; "
+            "run `pip install --no-build-isolation -e .`"
+        )
+    torch.ops.load_library(str(found[0]))
+    library = ctypes.CDLL(str(found[0]))
+    library.dasllama_report.restype = ctypes.c_size_t
+    library.dasllama_report.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    library.dasllama_isas.restype = ctypes.c_char_p
+    library.dasllama_set_isa.argtypes = [ctypes.c_char_p]
+    library.dasllama_set_isa.restype = ctypes.c_int
+    return library
+
+
+_native = _load_library()
+
+
+def isas() -> list[str]:
+    """Instruction sets whose kernels this machine can run, slowest first: a subset of scalar, avx2, avx512vnni."""
+    return _native.dasllama_isas().decode().split()
+
+
+def set_isa(name: str | None) -> None:
+    """Serve CPU ops with the kernels of one instruction set (see `isas`); None picks the best. For tests and benchmarks."""
+    if _native.dasllama_set_isa((name or "").encode()) != 0:
+        raise KernelError(f"instruction set {name!r} is not available here; available: {', '.join(isas())}")
+
+
+# ---- who served what ------------------------------------------------------------------------------------------------
+
+
+def report() -> dict[str, dict[str, int]]:
+    """Calls since the last `reset_report`, by op and kernel: `{"quant_linear": {"cpu/avx2": 210}, ...}`.
+
+    A kernel is named `<backend>/<variant>`; `reference` is the plain PyTorch formula.
+    """
+    size = _native.dasllama_report(None, 0)
+    buffer = ctypes.create_string_buffer(size + 1)
+    _native.dasllama_report(buffer, size + 1)
+    calls: dict[str, dict[str, int]] = {}
+    for line in buffer.value.decode().splitlines():
+        op, kernel, count = line.split("\t")
+        calls.setdefault(op, {})[kernel] = int(count)
+    for op, count in _reference_calls.items():
+        calls.setdefault(op, {})["reference"] = count
+    return calls
+
+
+def reset_report() -> None:
+    """Set all counts of `report` to zero."""
+    _native.dasllama_reset_report()
+    _reference_calls.clear()
+
+
+@contextlib.contextmanager
+def strict():
+    """Within this context an op that only its reference could serve raises `KernelError` instead."""
+    global _strict
+    before, _strict = _strict, True
+    try:
+        yield
+    finally:
+        _strict = before
+
+
+# ---- running against the oracle -------------------------------------------------------------------------------------
+
+
+class use_reference(TorchDispatchMode):
+    """Context: every dasllama op runs its reference, whatever kernels exist. For tests and for doubt."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        reference = _REFERENCES.get(func)
+        return (reference or func)(*args, **(kwargs or {}))
+
+
+class compare_to_reference(TorchDispatchMode):
+    """Context: every dasllama op runs both its kernel and its reference on the same inputs.
+
+    rtol, atol: a larger difference raises `KernelError` naming the op; None collects only.
+    `worst`: after use, `{op name: largest |kernel - reference|}` over all outputs and mutated arguments.
+    """
+
+    def __init__(self, rtol: float | None = 1e-4, atol: float = 1e-5):
+        super().__init__()
+        self.rtol, self.atol = rtol, atol
+        self.worst: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        reference = _REFERENCES.get(func)
+        if reference is None:
+            return func(*args, **kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        mutated = [argument.name for argument in func._schema.arguments if argument.is_write]
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        twin = bound | {name: bound[name].clone() for name in mutated}
+        result, wanted = func(**bound), reference(**twin)
+        pairs = [*_tensors(result, wanted), *((bound[name], twin[name]) for name in mutated)]
+        for got, want in pairs:
+            self._check(func._schema.name.removeprefix("dasllama::"), got, want)
+        return result
+
+    def _check(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        got, want = got.double(), want.double()
+        # NaN where both are NaN is agreement (guard rows of a cache); NaN on one side only is not.
+        difference = torch.where(got.isnan() & want.isnan(), 0.0, (got - want).abs()).nan_to_num(nan=float("inf"))
+        worst = difference.max().item() if difference.numel() else 0.0
+        self.worst[name] = max(self.worst.get(name, 0.0), worst)
+        if self.rtol is not None and (difference > self.atol + self.rtol * want.abs().nan_to_num()).any():
+            raise KernelError(f"op dasllama::{name} differs from its reference by {worst:.3g}")
+
+
+def _tensors(result, wanted):
+    if isinstance(result, torch.Tensor):
+        return [(result, wanted)]
+    return [] if result is None else list(zip(result, wanted, strict=True))

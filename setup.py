@@ -1,0 +1,33 @@
+"""Builds the CPU kernels: one shared library on the LibTorch stable ABI, bound to no Python and no torch version."""
+
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+SOURCES = sorted(str(path) for path in Path("ops/csrc").rglob("*.cpp"))
+HEADERS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("ops/csrc").rglob(pattern))
+
+setup(
+    packages=["dasllama_torch", "dasllama_torch.gguf", "dasllama_torch.text", "dasllama_torch.ops"],
+    ext_modules=[
+        CppExtension(
+            "dasllama_torch.ops._C",
+            SOURCES,
+            depends=HEADERS,
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-ffp-contract=off",  # a sum gives the same bits on every instruction set
+                "-fno-math-errno",
+                "-fvisibility=hidden",
+                "-Wno-psabi",
+                "-DTORCH_TARGET_VERSION=0x020a000000000000",
+                "-DPy_LIMITED_API=0x030a0000",
+            ],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=False)},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
