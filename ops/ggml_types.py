@@ -51,7 +51,7 @@ class GGMLType:
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of n elements. Raises UnsupportedModel when n is not a multiple of the block."""
         if n % self.block:
-            raise UnsupportedModel(f"{self.name}: a row of {n} elements is not a whole number of blocks of {self.block}")
+            raise UnsupportedModel(f"{self.name}: a row of {n} elements is not a multiple of the block of {self.block}")
         return n // self.block * self.bytes
 
 
@@ -111,7 +111,7 @@ def by_name(name: str) -> GGMLType:
 
 
 def weight_type(qtype: int) -> GGMLType:
-    """The row of a weight type by its id. Raises UnsupportedModel for an unknown id and for types that are no weights."""
+    """The row of a weight type by its id. Raises UnsupportedModel for an unknown id and for a type of no weights."""
     row = GGML_TYPES.get(qtype)
     if row is None:
         raise UnsupportedModel(f"unknown tensor type {qtype}: not one of ggml's types")
@@ -121,7 +121,7 @@ def weight_type(qtype: int) -> GGMLType:
 
 
 def row_bytes(qtype: int, n: int) -> int:
-    """Bytes of a row of n elements of a weight type. Raises UnsupportedModel as `weight_type` and `GGMLType.row_bytes`."""
+    """Bytes of a row of n elements of a weight type. Raises UnsupportedModel for other ids or lengths."""
     return weight_type(qtype).row_bytes(n)
 
 
