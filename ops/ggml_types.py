@@ -1,7 +1,7 @@
 """The tensor types of GGUF files: one row per type, plain data without torch. Headers of other languages come from it.
 
 Ids, block lengths and sizes are those of ggml (`enum ggml_type` in ggml.h, block structs in ggml-common.h). The lattice
-of a weight type is the form to which ggml's CPU backend rounds the activation before it multiplies with that type.
+of a weight type is the type to which ggml's CPU backend rounds the activation before it multiplies (`vec_dot_type`).
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ MXFP4, NVFP4, Q1_0, Q2_0 = 39, 40, 41, 42
 class GGMLType:
     """One type. `block` elements are stored in `bytes` bytes; a row of a tensor is a whole number of blocks.
 
-    lattice: "f32", "f16" or "bf16" (activations rounded to that float), "q8_0" (blocks of 32: f16 scale, int8), "q8_1"
-    (blocks of 32: f16 scale, f16 scaled sum, int8) or "q8_K" (blocks of 256: f32 scale, int8, int16 sums of 16);
-    None where the type is no weight type: the lattices' own blocks and plain numbers.
+    lattice: the id of the type to which an activation is rounded: F32, F16, BF16, Q8_0 (blocks of 32: f16 scale, int8),
+    Q8_1 (blocks of 32: f16 scale, f16 scaled sum, int8) or Q8_K (blocks of 256: f32 scale, int8, int16 sums of 16).
+    None where the type is no weight type: Q8_1 and Q8_K themselves and plain numbers.
     """
 
     id: int
     name: str
     block: int
     bytes: int
-    lattice: str | None = None
+    lattice: int | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -58,34 +58,34 @@ class GGMLType:
 GGML_TYPES: dict[int, GGMLType] = {
     row.id: row
     for row in (
-        GGMLType(F32, "F32", 1, 4, "f32"),
-        GGMLType(F16, "F16", 1, 2, "f16"),
-        GGMLType(BF16, "BF16", 1, 2, "bf16"),
-        GGMLType(Q4_0, "Q4_0", 32, 18, "q8_0"),
-        GGMLType(Q4_1, "Q4_1", 32, 20, "q8_1"),
-        GGMLType(Q5_0, "Q5_0", 32, 22, "q8_0"),
-        GGMLType(Q5_1, "Q5_1", 32, 24, "q8_1"),
-        GGMLType(Q8_0, "Q8_0", 32, 34, "q8_0"),
-        GGMLType(Q2_K, "Q2_K", 256, 84, "q8_K"),
-        GGMLType(Q3_K, "Q3_K", 256, 110, "q8_K"),
-        GGMLType(Q4_K, "Q4_K", 256, 144, "q8_K"),
-        GGMLType(Q5_K, "Q5_K", 256, 176, "q8_K"),
-        GGMLType(Q6_K, "Q6_K", 256, 210, "q8_K"),
-        GGMLType(IQ1_S, "IQ1_S", 256, 50, "q8_K"),
-        GGMLType(IQ1_M, "IQ1_M", 256, 56, "q8_K"),
-        GGMLType(IQ2_XXS, "IQ2_XXS", 256, 66, "q8_K"),
-        GGMLType(IQ2_XS, "IQ2_XS", 256, 74, "q8_K"),
-        GGMLType(IQ2_S, "IQ2_S", 256, 82, "q8_K"),
-        GGMLType(IQ3_XXS, "IQ3_XXS", 256, 98, "q8_K"),
-        GGMLType(IQ3_S, "IQ3_S", 256, 110, "q8_K"),
-        GGMLType(IQ4_NL, "IQ4_NL", 32, 18, "q8_0"),
-        GGMLType(IQ4_XS, "IQ4_XS", 256, 136, "q8_K"),
-        GGMLType(TQ1_0, "TQ1_0", 256, 54, "q8_K"),
-        GGMLType(TQ2_0, "TQ2_0", 256, 66, "q8_K"),
-        GGMLType(Q1_0, "Q1_0", 128, 18, "q8_0"),
-        GGMLType(Q2_0, "Q2_0", 64, 18, "q8_0"),
-        GGMLType(MXFP4, "MXFP4", 32, 17, "q8_0"),
-        GGMLType(NVFP4, "NVFP4", 64, 36, "q8_0"),
+        GGMLType(F32, "F32", 1, 4, F32),
+        GGMLType(F16, "F16", 1, 2, F16),
+        GGMLType(BF16, "BF16", 1, 2, BF16),
+        GGMLType(Q4_0, "Q4_0", 32, 18, Q8_0),
+        GGMLType(Q4_1, "Q4_1", 32, 20, Q8_1),
+        GGMLType(Q5_0, "Q5_0", 32, 22, Q8_0),
+        GGMLType(Q5_1, "Q5_1", 32, 24, Q8_1),
+        GGMLType(Q8_0, "Q8_0", 32, 34, Q8_0),
+        GGMLType(Q2_K, "Q2_K", 256, 84, Q8_K),
+        GGMLType(Q3_K, "Q3_K", 256, 110, Q8_K),
+        GGMLType(Q4_K, "Q4_K", 256, 144, Q8_K),
+        GGMLType(Q5_K, "Q5_K", 256, 176, Q8_K),
+        GGMLType(Q6_K, "Q6_K", 256, 210, Q8_K),
+        GGMLType(IQ1_S, "IQ1_S", 256, 50, Q8_K),
+        GGMLType(IQ1_M, "IQ1_M", 256, 56, Q8_K),
+        GGMLType(IQ2_XXS, "IQ2_XXS", 256, 66, Q8_K),
+        GGMLType(IQ2_XS, "IQ2_XS", 256, 74, Q8_K),
+        GGMLType(IQ2_S, "IQ2_S", 256, 82, Q8_K),
+        GGMLType(IQ3_XXS, "IQ3_XXS", 256, 98, Q8_K),
+        GGMLType(IQ3_S, "IQ3_S", 256, 110, Q8_K),
+        GGMLType(IQ4_NL, "IQ4_NL", 32, 18, Q8_0),
+        GGMLType(IQ4_XS, "IQ4_XS", 256, 136, Q8_K),
+        GGMLType(TQ1_0, "TQ1_0", 256, 54, Q8_K),
+        GGMLType(TQ2_0, "TQ2_0", 256, 66, Q8_K),
+        GGMLType(Q1_0, "Q1_0", 128, 18, Q8_0),
+        GGMLType(Q2_0, "Q2_0", 64, 18, Q8_0),
+        GGMLType(MXFP4, "MXFP4", 32, 17, Q8_0),
+        GGMLType(NVFP4, "NVFP4", 64, 36, Q8_0),
         # blocks of the activation lattices
         GGMLType(Q8_1, "Q8_1", 32, 36),
         GGMLType(Q8_K, "Q8_K", 256, 292),
