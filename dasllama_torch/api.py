@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dasllama_torch.arch import family
@@ -12,7 +13,7 @@ from dasllama_torch.cache.memory import physical_memory
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.session import Session
-from dasllama_torch.errors import OutOfPages, UnsupportedModel
+from dasllama_torch.errors import KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.requantized_source import RequantizedSource
@@ -33,20 +34,21 @@ def load_model(path: str | os.PathLike, mode: str = "native", device="cpu", *, s
 
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
-    device: where the weights go; on "cpu" they stay views of the mapped file.
+    device: "cpu", the only one that has kernels so far; the weights stay views of the mapped file.
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
     Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
     TokenizerError for a vocabulary of an unknown kind.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
+    if torch.device(device).type != "cpu":
+        raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
     file = GGUFFile(path)
     source: TensorSource = GGUFSource(file)
     if mode in ("q8", "q4_0"):
         source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
     source.native = mode != "fp32"
-    model = build_model(file.metadata, source, strict=strict)
-    return model if str(device) == "cpu" else model.to(device)
+    return build_model(file.metadata, source, strict=strict)
 
 
 def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True) -> CausalLM:
