@@ -74,10 +74,10 @@ def check_shards(parts: Sequence["Part"]) -> None:
         for i, part in enumerate(parts):
             found = part.values.get(key)
             if not isinstance(found, np.integer) or found != wanted[i]:
+                shown = "missing" if found is None else quote(str(found))
                 raise GGUFError(
-                    f"{part.path}: key '{key}' is {'missing' if found is None else quote(str(found))}, wanted {wanted[i]}:"
-                    f" by its name this is file {i + 1} of {count} (shards are named {shard_name('<stem>', 1, 3)} and so on),"
-                    f" and they hold {total} tensors"
+                    f"{part.path}: key '{key}' is {shown}, wanted {wanted[i]}: by its name this is file {i + 1} of {count}"
+                    f" (shards are named {shard_name('<stem>', 1, 3)} and so on), and they hold {total} tensors"
                 )
 
 
