@@ -99,7 +99,7 @@ def _merge_list(md: Mapping[str, Any], model: str) -> dict[str, Any]:
         )
         pre_name = "default"
     pre = pre_tokenizer(pre_name)
-    # Some Gemma 4 files say add_bos_token = false, but the model does not work without it (llama.cpp issue 21500).
+    # Some Gemma 4 files say add_bos_token = false, but the model does not work without (llama.cpp pull request 21500).
     add_bos = _scalar(md, "add_bos_token", pre.add_bos, bool) or not pre.byte_level
     return {"merges": _strings(md, "merges"), "pre_name": pre_name, "pre": pre, "add_bos": add_bos}
 
