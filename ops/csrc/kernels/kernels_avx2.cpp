@@ -10,6 +10,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward};
+const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize};
 }  // namespace dasllama
 #endif

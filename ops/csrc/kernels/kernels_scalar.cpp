@@ -4,5 +4,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward};
+const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation,
+                              quantize};
 }  // namespace dasllama
