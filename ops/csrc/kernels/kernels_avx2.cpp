@@ -11,6 +11,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, int_traits, prepare_activation, matmul_int};
+const Kernels kernels_avx2 = DASLLAMA_TABLE("avx2");
 }  // namespace dasllama
 #endif

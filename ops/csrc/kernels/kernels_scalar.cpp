@@ -4,5 +4,5 @@
 
 namespace dasllama {
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, int_traits, prepare_activation, matmul_int};
+const Kernels kernels_scalar = DASLLAMA_TABLE("scalar");
 }  // namespace dasllama

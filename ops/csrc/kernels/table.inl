@@ -1,4 +1,5 @@
-// The kernels of one instruction set, in the order of struct Kernels. Included by kernels_<isa>.cpp.
+// The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
+// kernels_<isa>.cpp.
 #include "../blocks.h"
 #include "lanes.h"
 #if defined(DASLLAMA_ISA_AVX512)
@@ -11,8 +12,9 @@
 
 namespace dasllama {
 namespace {
-#include "rms_norm.inl"
+#include "blocks.inl"
 #include "quantize.inl"
+#include "rms_norm.inl"
 #include "prepare_activation.inl"
 #if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
 #include "matmul_int.inl"
@@ -21,3 +23,9 @@ namespace {
 #endif
 }  // namespace
 }  // namespace dasllama
+
+#define DASLLAMA_TABLE(name)                                                                                    \
+  {                                                                                                             \
+    name, rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize, int_traits,        \
+        prepare_activation, matmul_int                                                                          \
+  }
