@@ -10,6 +10,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../half.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -94,39 +96,6 @@ DASLLAMA_INLINE ivec less(fvec a, fvec b) { return a < b; }
 DASLLAMA_INLINE fvec load_one(const float* p) { return *reinterpret_cast<const unaligned_fvec*>(p); }
 DASLLAMA_INLINE void store_one(float* p, fvec v) { *reinterpret_cast<unaligned_fvec*>(p) = v; }
 
-DASLLAMA_INLINE float widen(f16 h) {
-  // Exponent and mantissa moved to their f32 places; the product with 2^112 repairs the exponent's bias, also of
-  // subnormals. Infinity and NaN (exponent 31) get the f32 exponent 255.
-  uint32_t bits = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  f *= 0x1p112f;
-  std::memcpy(&bits, &f, 4);
-  if ((h.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000;
-  bits |= static_cast<uint32_t>(h.bits & 0x8000) << 16;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-// To the nearest half, ties to even.
-DASLLAMA_INLINE f16 narrow(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00 | (bits >> 13 & 0x1ff))};
-  if (bits >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and more
-  if (bits < 0x38800000) {  // subnormal: in 0.5 + x the last place of the mantissa is 2^-24, a half's smallest step
-    float x;
-    std::memcpy(&x, &bits, 4);
-    x += 0.5f;
-    std::memcpy(&bits, &x, 4);
-    return {static_cast<uint16_t>(sign | (bits - 0x3f000000))};
-  }
-  bits += 0xfff + (bits >> 13 & 1);
-  return {static_cast<uint16_t>(sign | ((bits - 0x38000000) >> 13))};
-}
-
 DASLLAMA_INLINE fvec load_one(const f16* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -134,7 +103,7 @@ DASLLAMA_INLINE fvec load_one(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   fvec v;
-  for (int i = 0; i < kWidth; i++) v[i] = widen(p[i]);
+  for (int i = 0; i < kWidth; i++) v[i] = dasllama::f16_to_f32(p[i].bits);
   return v;
 #endif
 }
@@ -145,7 +114,7 @@ DASLLAMA_INLINE void store_one(f16* p, fvec v) {
 #elif defined(__AVX2__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < kWidth; i++) p[i] = narrow(v[i]);
+  for (int i = 0; i < kWidth; i++) p[i].bits = dasllama::f32_to_f16(v[i]);
 #endif
 }
 
