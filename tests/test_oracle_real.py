@@ -1,6 +1,7 @@
 """Published models: prompt ids, natural text and greedy continuations against llama.cpp and transformers."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,12 @@ from tolerances import REAL_GREEDY_MARGIN, REAL_LOGPROB, REAL_NLL, REAL_NLL_RMS,
 
 import dasllama_torch as dl
 
-MODELS = {"demo_model": "smollm2-135m-instruct-q4_1", "gemma_model": "gemma-3-270m-q4_k_m"}
+# Fixture of the model, golden data's name, and whether the excerpt that lies beside the tests serves.
+MODELS = {
+    "smollm2-excerpt": ("demo_model", "smollm2-135m-instruct-q4_1", True),
+    "smollm2": ("demo_model", "smollm2-135m-instruct-q4_1", False),
+    "gemma3": ("gemma_model", "gemma-3-270m-q4_k_m", False),
+}
 
 
 class Golden:
@@ -20,8 +26,10 @@ class Golden:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def path_and_golden(request, oracle):
-    return request.getfixturevalue(request.param), Golden(oracle / "real", MODELS[request.param])
+def path_and_golden(request):
+    fixture, name, excerpt = MODELS[request.param]
+    folder = Path(__file__).parent / "golden" if excerpt else request.getfixturevalue("oracle") / "real"
+    return request.getfixturevalue(fixture), Golden(folder, name)
 
 
 @pytest.fixture(scope="module")

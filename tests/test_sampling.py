@@ -44,7 +44,9 @@ def test_candidates(params):
     p = SamplingParams(**params)
     ids, probs = candidates(logits(), p)
     wanted_ids, wanted = wanted_distribution(logits(), p)
-    assert ids.tolist() == wanted_ids.tolist()
+    assert len(ids) == len(wanted_ids)
+    possible = wanted > 1e-30  # below, f32 has zeros, whose order means nothing
+    assert ids[possible].tolist() == wanted_ids[possible].tolist()
     torch.testing.assert_close(probs.double(), wanted, rtol=1e-5, atol=1e-9)
 
 
