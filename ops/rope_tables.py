@@ -1,6 +1,5 @@
 """Tables of the rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
 
-import torch
 from torch import Tensor
 
 from dasllama_torch.ops.registry import define
