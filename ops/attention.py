@@ -37,7 +37,8 @@ def attention(
     The leading dims of q are T rows, those of k and v are S keys, all int32: q_seq, q_pos, q_end [T], k_seq, k_pos [S].
     Row t sees key j if k_seq[j] == q_seq[t] >= 0, k_pos[j] < q_end[t] and, with a window W > 0,
     k_pos[j] > q_pos[t] - W. A row that sees nothing yields zeros. scale, softcap, sinks as in `paged_attention`; for
-    keys of consecutive positions the results are those of `kv_write` into an f32 cache and `paged_attention`, bit by bit.
+    keys of consecutive positions the results are those of `kv_write` into an f32 cache and `paged_attention`, bit for
+    bit.
     The gradient is with respect to q, k and v.
     """
     rows = q.reshape(-1, *q.shape[-2:]).float()  # [T, H, D]

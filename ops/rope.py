@@ -10,7 +10,7 @@ from dasllama_torch.ops.registry import define, register_backward
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R dims of every head of x [..., H, D] by cos, sin f32 [T, R/2] -> x's shape, dtype; contiguous.
 
-    The leading dims of x are the T rows; its last dim is contiguous, or it is copied. Dim i < R/2 pairs with i + R/2; dims from R on are copied.
+    The leading dims of x are the T rows. Dim i < R/2 pairs with i + R/2; dims from R on are copied.
     """
     half = cos.shape[1]
     rows = x.reshape(cos.shape[0], *x.shape[-2:]).float()  # [T, H, D]

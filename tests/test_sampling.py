@@ -21,7 +21,7 @@ def wanted_distribution(x, p):
     keep = torch.ones(len(probs), dtype=torch.bool)
     total = 0.0
     for i, q in enumerate(probs.tolist()):
-        keep[i] = i == 0 or (total < p.top_p and q >= p.min_p * probs[0])
+        keep[i] = i == 0 or ((total < p.top_p or p.top_p == 1) and q >= p.min_p * probs[0])
         total += q
     return ids[keep], probs[keep] / probs[keep].sum()
 
