@@ -200,13 +200,10 @@ class WithFactors(Source):
     def names(self):
         return ["rope_freqs.weight"]
 
-    def has(self, name):
-        return name == "rope_freqs.weight"
-
 
 def test_factors_of_the_file_are_used_or_refused():
     values = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in GOOD.items()}
-    spec = dl.build_model(Metadata(values), WithFactors(0)).config.layers[0].rope
+    spec = dl.build_model(Metadata(values), Source(0, optional=["rope_freqs.weight"])).config.layers[0].rope
     assert len(spec.freq_factors) == 8
     values = {"general.architecture": "qwen2"} | {f"qwen2.{key}": value for key, value in GOOD.items()}
     with pytest.raises(dl.UnsupportedModel, match="rope_freqs"):

@@ -58,13 +58,13 @@ void quant_linear_int(const Kernels& k, const Tensor& x, const Tensor& qweight, 
   const IntTraits traits = k.int_traits(qtype);
   const int lattice = type_info(qtype).lattice, unit = type_info(lattice).block;
   const int64_t window = std::clamp<int64_t>(
-      kActivationBytes / ActivationScratch::row_bytes(K, traits.group, unit), 256, std::max<int64_t>(M, 256));
+      kActivationBytes / (1 + ActivationScratch::row_bytes(K, traits.group, unit)), 256, std::max<int64_t>(M, 256));
   const ActivationScratch scratch(x, std::min(window, M), K, traits.group, unit);
   const float* in = x.const_data_ptr<float>();
   float* out = y.mutable_data_ptr<float>();
   for (int64_t first = 0; first < M; first += window) {
     const int64_t rows = std::min(window, M - first);
-    parallel(rows, 1 + (1 << 14) / K, [&](int64_t begin, int64_t end) {
+    parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
       k.prepare_activation(in + first * K, lattice, traits, K, scratch.arrays, begin, end);
     });
     const IntMatmul p = {scratch.arrays, qweight.const_data_ptr<uint8_t>(), qweight.size(1), qtype, bias,
@@ -92,7 +92,8 @@ Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const
                  "quant_linear", "bias must be contiguous f32 [", N, "]");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = N;
-  const int64_t M = K ? x.numel() / K : 0;
+  int64_t M = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); i++) M *= shape[i];
   const Tensor x32 = as_f32(x);
   Tensor y = torch::stable::new_empty(x32, shape);
   const Kernels& k = kernels();

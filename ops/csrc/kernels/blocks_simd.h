@@ -10,6 +10,7 @@
 
 namespace dasllama {
 namespace {
+namespace int_dot {
 
 constexpr int kSignedBias = kFlip;
 
@@ -241,5 +242,6 @@ struct FastIQ4_XS : SuperLayout<32, 1, false> {
   }
 };
 
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama

@@ -1,6 +1,7 @@
 // AVX-512 with VNNI. The pragma gives every function below these targets; the file itself is built without -m flags.
 #if defined(__x86_64__)
-#define DASLLAMA_ISA_AVX512
+#define DASLLAMA_ISA_AVX512  // and all that AVX2 has; GCC before 13 keeps __AVX512F__ undefined under the pragma in C++
+#define DASLLAMA_ISA_AVX2
 #include <immintrin.h>
 
 #include <type_traits>

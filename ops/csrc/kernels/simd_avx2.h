@@ -13,6 +13,7 @@
 
 namespace dasllama {
 namespace {
+namespace int_dot {
 
 typedef __m256i Ints;
 typedef __m256 Floats;
@@ -169,5 +170,6 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
   }
 }
 
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama

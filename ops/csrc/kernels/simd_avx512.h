@@ -12,6 +12,7 @@
 
 namespace dasllama {
 namespace {
+namespace int_dot {
 
 typedef __m512i Ints;
 typedef __m512 Floats;
@@ -156,5 +157,6 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
   }
 }
 
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama

@@ -10,6 +10,7 @@
 
 namespace dasllama {
 namespace {
+namespace int_dot {
 
 typedef void (*Expand32)(const uint8_t* row, int64_t b, Block32& out);
 typedef void (*Expand256)(const uint8_t* row, int64_t b, Block256& out);
@@ -131,5 +132,6 @@ struct Expanded256 : SuperLayout<16, 1, kHasMin> {
   }
 };
 
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama

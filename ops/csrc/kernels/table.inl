@@ -2,6 +2,7 @@
 // kernels_<isa>.cpp.
 #include "../blocks.h"
 #include "lanes.h"
+#include "lanes_math.h"
 #if defined(DASLLAMA_ISA_AVX512)
 #include "simd_avx512.h"
 #include "sources_simd.h"
@@ -15,17 +16,42 @@ namespace {
 #include "blocks.inl"
 #include "quantize.inl"
 #include "rms_norm.inl"
+#include "rope.inl"
+#include "gated_act.inl"
+#include "kv_write.inl"
+#include "attention.inl"
+#include "attention_backward.inl"
 #include "prepare_activation.inl"
+namespace int_dot {  // has vectors of its own
 #if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
 #include "matmul_int.inl"
 #else
 #include "matmul_int_scalar.inl"
 #endif
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama
 
-#define DASLLAMA_TABLE(name)                                                                                    \
-  {                                                                                                             \
-    name, rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize, int_traits,        \
-        prepare_activation, matmul_int                                                                          \
+#define DASLLAMA_TABLE(name) \
+  {                          \
+    name, \
+    rms_norm, \
+    rms_norm_backward, \
+    dequantize, \
+    embedding, \
+    quantize_activation, \
+    quantize, \
+    rope_tables, \
+    rope, \
+    gated_act, \
+    gated_act_backward, \
+    kv_write, \
+    attention_split, \
+    attention_merge, \
+    attention_finish, \
+    attention_backward_q, \
+    attention_backward_kv, \
+    int_dot::int_traits, \
+    prepare_activation, \
+    int_dot::matmul_int \
   }
