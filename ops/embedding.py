@@ -9,8 +9,11 @@ from dasllama_torch.ops.registry import define
 
 def _check(ids: Tensor, qweight: Tensor, qtype: int) -> tuple[int, int]:
     torch._check(
-        ids.dtype in (torch.int64, torch.int32),
-        lambda: f"dasllama::embedding: ids must be int64 or int32, found {ids.dtype}",
+        ids.dtype in (torch.int64, torch.int32) and ids.device == qweight.device,
+        lambda: (
+            f"dasllama::embedding: ids must be int64 or int32 on {qweight.device} like qweight, "
+            f"found {ids.dtype} on {ids.device}"
+        ),
     )
     return matrix_shape("embedding", qweight, qtype)
 

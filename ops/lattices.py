@@ -57,14 +57,15 @@ def quantize_activation(x: Tensor, lattice: int) -> Tensor:
     # Magnitudes compare as integers, where NaN is above all numbers; of equal ones the first decides the sign in Q8_K.
     at = (v.contiguous().view(torch.int32) & 0x7FFFFFFF).argmax(-1, keepdim=True)
     top = v.gather(1, at)
+    full = torch.full_like(top, 127.0)  # a Python number over a tensor would be a reciprocal and a product
     if lattice == ggml_types.Q8_K:
-        inverse = torch.where(top == 0, 0.0, -127.0 / top)
+        inverse = torch.where(top == 0, 0.0, -full / top)
         q = _nearest(v * inverse)
         d = torch.where(top == 0, 0.0, 1.0 / inverse)
         parts = [_bytes(d), q, _bytes(q.view(-1, 16, 16).sum(-1, dtype=torch.int16))]
     else:
         d = top.abs() / 127.0
-        q = _nearest(v * torch.where(top == 0, 0.0, 127.0 / top.abs()))
+        q = _nearest(v * torch.where(top == 0, 0.0, full / top.abs()))
         parts = [_bytes(d.half()), q]
         if lattice == ggml_types.Q8_1:
             parts.insert(1, _bytes((d * q.sum(-1, keepdim=True, dtype=torch.int32).float()).half()))

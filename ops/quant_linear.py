@@ -28,22 +28,25 @@ from dasllama_torch.ops.lattices import FLOATS, quantize_activation, unpack_acti
 from dasllama_torch.ops.registry import define, register_backward
 
 
-def _check(op: str, x: Tensor, width: int, what: str) -> None:
+def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
     torch._check(
-        x.dtype in FLOATS and x.dim() >= 1 and x.shape[-1] == width,
+        t.dtype in FLOATS and t.dim() >= 1 and t.shape[-1] == width and t.device == qweight.device,
         lambda: (
-            f"dasllama::{op}: {what} must be f32, f16 or bf16 [..., {width}] for this qweight, "
-            f"found {x.dtype} {list(x.shape)}"
+            f"dasllama::{op}: {what} must be f32, f16 or bf16 [..., {width}] on {qweight.device} for this qweight, "
+            f"found {t.dtype} {list(t.shape)} on {t.device}"
         ),
     )
 
 
 def _check_all(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> int:
     N, K = matrix_shape("quant_linear", qweight, qtype)
-    _check("quant_linear", x, K, "x")
+    _check("quant_linear", "x", x, K, qweight)
     torch._check(
-        bias is None or (bias.dtype == torch.float32 and bias.shape == (N,)),
-        lambda: f"dasllama::quant_linear: bias must be f32 [{N}], found {bias.dtype} {list(bias.shape)}",
+        bias is None or (bias.dtype == torch.float32 and bias.shape == (N,) and bias.device == x.device),
+        lambda: (
+            f"dasllama::quant_linear: bias must be f32 [{N}] on {x.device}, "
+            f"found {bias.dtype} {list(bias.shape)} on {bias.device}"
+        ),
     )
     return N
 
@@ -116,7 +119,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _fake_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
     N, K = matrix_shape("quant_linear_backward", qweight, qtype)
-    _check("quant_linear_backward", grad, N, "grad")
+    _check("quant_linear_backward", "grad", grad, N, qweight)
     return grad.new_empty((*grad.shape[:-1], K))
 
 
@@ -127,7 +130,7 @@ def quant_linear_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
     The rounding of the activation passes gradients straight through, so both modes have this one gradient.
     """
     N, K = matrix_shape("quant_linear_backward", qweight, qtype)
-    _check("quant_linear_backward", grad, N, "grad")
+    _check("quant_linear_backward", "grad", grad, N, qweight)
     dx = grad.reshape(-1, N).float() @ dequantize.reference(qweight, qtype)
     return dx.to(grad.dtype).view(*grad.shape[:-1], K)
 

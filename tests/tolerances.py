@@ -18,3 +18,6 @@ REAL_GREEDY_MARGIN = 1e-2  # fp32 mode against transformers
 
 # d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
 GRADIENT = 1e-4
+
+# Rotary frequencies: one pow and one division in f32.
+INV_FREQ = 3e-7
