@@ -58,6 +58,25 @@ def register_backward(op, backward: Callable, setup_context: Callable) -> None:
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
+def refuse_gradient(op, instead: str) -> None:
+    """Make `op` raise `KernelError` for an input that requires grad while grad mode is on; `instead` says what has one.
+
+    For ops over caches, which have no gradient. Costs nothing under `inference_mode`, which skips autograd's keys.
+    """
+
+    def checked(*args, **kwargs):
+        if torch.is_grad_enabled():
+            for argument, value in zip(op._schema.arguments, args, strict=False):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise KernelError(
+                        f"op {op._schema.name}: {argument.name} requires grad, but this op has no gradient; {instead}"
+                    )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    _LIBRARY.impl(op._schema.name.removeprefix("dasllama::"), checked, "Autograd")
+
+
 # ---- the CPU library ------------------------------------------------------------------------------------------------
 
 

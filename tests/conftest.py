@@ -1,5 +1,5 @@
-"""Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is missing.
-With CI=true they must be there, and the test fails instead."""
+"""Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is
+missing. With CI=true they must be there, and the test fails instead."""
 
 import os
 from pathlib import Path

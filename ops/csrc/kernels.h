@@ -9,6 +9,34 @@
 
 namespace dasllama {
 
+// What one call of paged attention works on. Rows t < T, vectors of a row: its H heads. Strides in elements.
+struct AttentionArgs {
+  const float* q;          // [T, H, D], the last dimension contiguous
+  int64_t q_row, q_head;   // strides
+  const void *k, *v;       // caches [P, G, R, D] and [P, G, R, Dv], f16 if k_half or v_half, else f32
+  bool k_half, v_half;
+  int64_t H, G, R, D, Dv;
+  const int32_t* block_table;  // [S, B] pages
+  int64_t B;
+  const int32_t *row_seq, *row_begin, *row_end;  // [T]: a row sees the keys [begin, end) of its sequence
+  float scale, softcap;    // softcap 0: none
+  const float* sinks;      // [H] or null
+  float* out;              // [T, H, Dv] contiguous
+};
+
+// Rows [row, row + rows) of one sequence.
+struct AttentionTile {
+  int64_t row, rows;
+};
+
+constexpr int64_t kAttentionBlock = 64, kAttentionSplit = 256;  // keys; part of the numbers' definition
+constexpr int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
+// Floats of a state and of the scratch of `vectors` = rows * H / G query vectors.
+inline int64_t attention_state(const AttentionArgs& a, int64_t vectors) { return vectors * (round16(a.Dv) + 2); }
+inline int64_t attention_scratch(const AttentionArgs& a, int64_t vectors) {
+  return vectors * (round16(a.D) + kAttentionBlock + 2) + kAttentionBlock * (round16(a.D) + round16(a.Dv));
+}
+
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512vnni"
 
@@ -29,6 +57,34 @@ struct Kernels {
                               int64_t end);
   // n elements (a whole number of blocks) -> F32, F16, BF16, Q8_0 or Q4_0.
   void (*quantize)(int qtype, const float* x, int64_t n, uint8_t* out);
+
+  // cos and sin [T, half] of positions [begin, end).
+  void (*rope_tables)(const int64_t* positions, const float* inv_freq, float scale, int64_t half, float* cosines,
+                      float* sines, int64_t begin, int64_t end);
+  void (*rope)(const float* x, int64_t row_stride, int64_t head_stride, const float* cosines, const float* sines,
+               int64_t heads, int64_t dim, int64_t half, float* y, int64_t begin, int64_t end);
+
+  // act 0 SiLU, 1 tanh-GELU; rows [begin, end) of C elements, or for the gradient elements [begin, end).
+  void (*gated_act)(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act, int64_t C,
+                    float* y, int64_t begin, int64_t end);
+  void (*gated_act_backward)(const float* grad, const float* gate, const float* up, int64_t act, float* dgate,
+                             float* dup, int64_t begin, int64_t end);
+
+  // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32; slot = page * R + row or -1.
+  void (*kv_write)(const float* x, int64_t row_stride, int64_t head_stride, int64_t heads, int64_t dim,
+                   const int64_t* slots, void* cache, bool half, int64_t R, int64_t begin, int64_t end);
+
+  // A tile's state of one split of keys; adding a split's state to the total of those before it; writing the result.
+  void (*attention_split)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
+                          float* scratch);
+  void (*attention_merge)(const AttentionArgs& a, AttentionTile tile, const float* split, float* total);
+  void (*attention_finish)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, const float* total);
+
+  // Gradients; see kernels/attention_backward.inl. stats f32 [T, H, 3].
+  void (*attention_backward_q)(const AttentionArgs& a, const float* grad, float* stats, float* dq, float* scratch,
+                               int64_t row);
+  void (*attention_backward_kv)(const AttentionArgs& a, const float* grad, const float* stats, int64_t kv_head,
+                                int64_t page, int64_t start, const int32_t* rows, int64_t n, float* dk, float* dv);
 };
 
 // The table in force: the best one that this processor runs, or the one that dasllama_set_isa asked for.

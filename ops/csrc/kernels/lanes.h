@@ -1,27 +1,236 @@
-// Sixteen f32 lanes in GCC/Clang vector extensions: the compiler maps them to SSE, AVX2 or AVX-512 registers.
+// Sixteen f32 lanes in the widest registers of the instruction set that is being compiled: one of AVX-512, two of AVX2,
+// four of SSE2 or NEON. GCC splits a 64-byte vector type through memory where registers are smaller, hence `Two`.
 //
-// Sums always run over the same 16 lanes and end in the same tree, and products are never contracted
-// (-ffp-contract=off), so every instruction set gives the same bits.
+// Sums always run over the same 16 lanes and end in the same tree, products are never contracted (-ffp-contract=off), and
+// a fused multiply-add (`fma`) rounds once whether it is an instruction or libm's fmaf: every instruction set gives the
+// same bits.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "../half.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
 #define DASLLAMA_INLINE inline __attribute__((always_inline))
 
-typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // f32 lanes of one register
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
 
-DASLLAMA_INLINE f32x16 load16(const float* p) { return *reinterpret_cast<const f32x16*>(p); }
-DASLLAMA_INLINE void store16(float* p, f32x16 v) { *reinterpret_cast<f32x16*>(p) = v; }
+typedef float fvec __attribute__((vector_size(4 * kWidth)));    // one register
+typedef int32_t ivec __attribute__((vector_size(4 * kWidth)));  // integers, or a mask: -1 or 0 in each lane
+typedef float unaligned_fvec __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+
+template <class V>
+struct Two {
+  V lo, hi;
+};
+
+#if defined(__AVX512F__)
+typedef fvec f32x16;
+typedef ivec i32x16;
+#elif defined(__AVX2__)
+typedef Two<fvec> f32x16;
+typedef Two<ivec> i32x16;
+#else
+typedef Two<Two<fvec>> f32x16;
+typedef Two<Two<ivec>> i32x16;
+#endif
+
+// An IEEE half as it lies in memory.
+struct f16 {
+  uint16_t bits;
+};
+
+// ---- arithmetic of Two: the halves' arithmetic ----------------------------------------------------------------------
+
+#define DASLLAMA_TWO(op)                                    \
+  template <class V>                                        \
+  DASLLAMA_INLINE Two<V> operator op(Two<V> a, Two<V> b) {  \
+    return {a.lo op b.lo, a.hi op b.hi};                    \
+  }
+DASLLAMA_TWO(+)
+DASLLAMA_TWO(-)
+DASLLAMA_TWO(*)
+DASLLAMA_TWO(/)
+DASLLAMA_TWO(&)
+#undef DASLLAMA_TWO
+
+template <class V>
+DASLLAMA_INLINE Two<V> operator*(Two<V> a, float b) {
+  return {a.lo * b, a.hi * b};
+}
+template <class V>
+DASLLAMA_INLINE Two<V>& operator+=(Two<V>& a, Two<V> b) {
+  return a = a + b;
+}
+
+// ---- one register ---------------------------------------------------------------------------------------------------
+
+// a * b + c, rounded once.
+DASLLAMA_INLINE fvec fma(fvec a, fvec b, fvec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < kWidth; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+DASLLAMA_INLINE fvec select(ivec mask, fvec a, fvec b) { return mask ? a : b; }
+DASLLAMA_INLINE ivec less(fvec a, fvec b) { return a < b; }
+
+DASLLAMA_INLINE fvec load_one(const float* p) { return *reinterpret_cast<const unaligned_fvec*>(p); }
+DASLLAMA_INLINE void store_one(float* p, fvec v) { *reinterpret_cast<unaligned_fvec*>(p) = v; }
+
+DASLLAMA_INLINE fvec load_one(const f16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  fvec v;
+  for (int i = 0; i < kWidth; i++) v[i] = dasllama::f16_to_f32(p[i].bits);
+  return v;
+#endif
+}
+
+DASLLAMA_INLINE void store_one(f16* p, fvec v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kWidth; i++) p[i].bits = dasllama::f32_to_f16(v[i]);
+#endif
+}
+
+// ---- sixteen lanes out of registers ---------------------------------------------------------------------------------
+
+template <class V>
+DASLLAMA_INLINE Two<V> fma(Two<V> a, Two<V> b, Two<V> c) {
+  return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+template <class M, class V>
+DASLLAMA_INLINE Two<V> select(Two<M> mask, Two<V> a, Two<V> b) {
+  return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
+}
+template <class V>
+DASLLAMA_INLINE auto less(Two<V> a, Two<V> b) -> Two<decltype(less(a.lo, b.lo))> {
+  return {less(a.lo, b.lo), less(a.hi, b.hi)};
+}
+
+// V from memory: sizeof(V) / 4 elements of f32 or f16, which need not be aligned.
+template <class V, class T>
+DASLLAMA_INLINE V load(const T* p) {
+  if constexpr (std::is_same_v<V, fvec>) {
+    return load_one(p);
+  } else {
+    using H = decltype(V::lo);
+    return {load<H>(p), load<H>(p + sizeof(H) / 4)};
+  }
+}
+template <class V>
+DASLLAMA_INLINE V splat(float f) {
+  if constexpr (std::is_same_v<V, fvec>)
+    return f - fvec{};
+  else
+    return {splat<decltype(V::lo)>(f), splat<decltype(V::lo)>(f)};
+}
+// V from sizeof(V) / sizeof(fvec) registers.
+template <class V>
+DASLLAMA_INLINE V join(const fvec* registers) {
+  if constexpr (std::is_same_v<V, fvec>) {
+    return *registers;
+  } else {
+    using H = decltype(V::lo);
+    return {join<H>(registers), join<H>(registers + sizeof(H) / sizeof(fvec))};
+  }
+}
+template <class T>
+DASLLAMA_INLINE void store(T* p, fvec v) {
+  store_one(p, v);
+}
+template <class T, class V>
+DASLLAMA_INLINE void store(T* p, Two<V> v) {
+  store(p, v.lo);
+  store(p + sizeof(V) / 4, v.hi);
+}
+
+template <class T>
+DASLLAMA_INLINE f32x16 load16(const T* p) {
+  return load<f32x16>(p);
+}
+template <class T>
+DASLLAMA_INLINE void store16(T* p, f32x16 v) {
+  store(p, v);
+}
+// The first n < 16 elements and zeros after them; nothing past the n-th is touched.
+template <class T>
+DASLLAMA_INLINE f32x16 load16(const T* p, int64_t n) {
+  T padded[16] = {};
+  std::memcpy(padded, p, static_cast<size_t>(n) * sizeof(T));
+  return load16(padded);
+}
+template <class T>
+DASLLAMA_INLINE void store16(T* p, f32x16 v, int64_t n) {
+  T padded[16];
+  store16(padded, v);
+  std::memcpy(p, padded, static_cast<size_t>(n) * sizeof(T));
+}
+DASLLAMA_INLINE f32x16 splat16(float f) { return splat<f32x16>(f); }
+DASLLAMA_INLINE f32x16 max(f32x16 a, f32x16 b) { return select(less(a, b), b, a); }
+
+// ---- folding sixteen lanes ------------------------------------------------------------------------------------------
 
 // The fixed tree: lane i with i+8, then i+4, i+2, i+1.
 DASLLAMA_INLINE float sum16(f32x16 v) {
   float t[16];
-  std::memcpy(t, &v, sizeof t);
+  store16(t, v);
   for (int w = 8; w; w /= 2)
     for (int i = 0; i < w; i++) t[i] += t[i + w];
+  return t[0];
+}
+
+// sum16 of four at once.
+DASLLAMA_INLINE void sum16(f32x16 a, f32x16 b, f32x16 c, f32x16 d, float* sums) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const auto half = [](__m512 v) {
+    return _mm512_castps512_ps256(v) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+  };
+#else
+  const auto half = [](f32x16 v) { return v.lo + v.hi; };
+#endif
+  const __m256 a8 = half(a), b8 = half(b), c8 = half(c), d8 = half(d);
+  const __m256 ab = _mm256_permute2f128_ps(a8, b8, 0x20) + _mm256_permute2f128_ps(a8, b8, 0x31);  // a a a a b b b b
+  const __m256 cd = _mm256_permute2f128_ps(c8, d8, 0x20) + _mm256_permute2f128_ps(c8, d8, 0x31);
+  const __m256 acbd = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xee);  // a a c c b b d d
+  const __m256 all = acbd + _mm256_permute_ps(acbd, 0xb1);
+  _mm_storeu_ps(sums, _mm_blend_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1), 0b1010));
+#else
+  sums[0] = sum16(a), sums[1] = sum16(b), sums[2] = sum16(c), sums[3] = sum16(d);
+#endif
+}
+
+DASLLAMA_INLINE float max16(f32x16 v) {
+  float t[16];
+  store16(t, v);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; i++) t[i] = t[i] < t[i + w] ? t[i + w] : t[i];
   return t[0];
 }
 

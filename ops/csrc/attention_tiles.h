@@ -1,0 +1,100 @@
+// How attention is cut into pieces of work: shared by paged_attention and attention. Bits never depend on the cut.
+#pragma once
+#include <atomic>
+#include <vector>
+
+#include "binding.h"
+
+namespace dasllama {
+
+// Writes a.out for all T rows; every page that a row sees has been checked.
+inline void run_attention(const AttentionArgs& a, int64_t T) {
+  constexpr int64_t vectors_wanted = 64;  // of a tile: its scratch stays in a second-level cache
+  const int64_t group = a.H / a.G, most_rows = group < vectors_wanted ? vectors_wanted / group : 1;
+  const Kernels& k = kernels();
+
+  struct Span {
+    AttentionTile tile;
+    int64_t first, last;  // splits [first, last) that some row sees
+    int64_t part;         // index of the span's first split among all splits of all spans
+  };
+  std::vector<Span> spans;
+  int64_t parts = 0, work = 0;
+  for (int64_t t = 0; t < T; t++) {
+    if (a.row_seq[t] < 0 || a.row_begin[t] >= a.row_end[t]) {
+      for (int64_t i = t * a.H * a.Dv; i < (t + 1) * a.H * a.Dv; i++) a.out[i] = 0;
+      continue;
+    }
+    const int64_t first = a.row_begin[t] / kAttentionSplit, last = (a.row_end[t] - 1) / kAttentionSplit + 1;
+    work += (a.row_end[t] - a.row_begin[t]) * a.H * (a.D + a.Dv);
+    Span* open = spans.empty() ? nullptr : &spans.back();
+    if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows && a.row_seq[t - 1] == a.row_seq[t]) {
+      open->tile.rows++;
+      open->first = first < open->first ? first : open->first;
+      open->last = last > open->last ? last : open->last;
+    } else {
+      spans.push_back({{t, 1}, first, last, 0});
+    }
+  }
+  for (Span& span : spans) {
+    span.part = parts;
+    parts += span.last - span.first;
+  }
+  const int64_t tiles = static_cast<int64_t>(spans.size()), items = tiles * a.G;
+  // A thread is worth waking for about 100,000 multiply-adds.
+  const int64_t useful = work / 100000 + 1, available = torch::stable::get_num_threads();
+  const int64_t threads = useful < available ? useful : available;
+
+  // Pieces differ in length (a causal triangle), so threads draw them one by one, the longest first.
+  const auto draw = [&](int64_t n, const auto& piece) {
+    std::atomic<int64_t> next{0};
+    parallel(threads, 1, [&](int64_t, int64_t) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) piece(n - 1 - i);
+    });
+  };
+  // Kept by each thread: freshly mapped memory would cost a page fault per 4 kB on every call.
+  const auto scratch = [](int64_t floats) {
+    static thread_local std::vector<float> memory;
+    if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
+    return memory.data();
+  };
+  const auto fold = [&](const Span& span, int64_t g, float* total, const auto& part_of) {
+    const int64_t vectors = span.tile.rows * group;
+    for (int64_t i = 0; i < attention_state(a, vectors); i++) total[i] = i < vectors ? -INFINITY : 0;
+    for (int64_t s = span.first; s < span.last; s++) k.attention_merge(a, span.tile, part_of(s), total);
+    k.attention_finish(a, span.tile, g, total);
+  };
+
+  if (items >= 4 * threads || parts == tiles) {  // a piece: a tile of one kv head
+    draw(items, [&](int64_t i) {
+      const Span& span = spans[i / a.G];
+      const int64_t g = i % a.G, vectors = span.tile.rows * group, size = attention_state(a, vectors);
+      float* total = scratch(2 * size + attention_scratch(a, vectors));
+      fold(span, g, total, [&](int64_t s) {
+        k.attention_split(a, span.tile, g, s, total + size, total + 2 * size);
+        return total + size;
+      });
+    });
+    return;
+  }
+  // Few tiles over many keys: a piece is one split of them; the merge follows.
+  const int64_t size = attention_state(a, most_rows * group);
+  std::vector<float> states(static_cast<size_t>(parts * a.G * size));
+  std::vector<int64_t> span_of(static_cast<size_t>(parts));
+  for (int64_t i = 0; i < tiles; i++)
+    for (int64_t s = spans[i].first; s < spans[i].last; s++) span_of[spans[i].part + s - spans[i].first] = i;
+  const auto state = [&](const Span& span, int64_t s, int64_t g) {
+    return states.data() + ((span.part + s - span.first) * a.G + g) * size;
+  };
+  draw(parts * a.G, [&](int64_t i) {
+    const Span& span = spans[span_of[i / a.G]];
+    const int64_t s = span.first + i / a.G - span.part, g = i % a.G;
+    k.attention_split(a, span.tile, g, s, state(span, s, g), scratch(attention_scratch(a, span.tile.rows * group)));
+  });
+  draw(items, [&](int64_t i) {
+    const Span& span = spans[i / a.G];
+    fold(span, i % a.G, scratch(size), [&](int64_t s) { return state(span, s, i % a.G); });
+  });
+}
+
+}  // namespace dasllama

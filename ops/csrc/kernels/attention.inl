@@ -1,0 +1,296 @@
+// Attention of ragged rows over a paged cache, with an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+//
+//   s[j] = scale * q . k[j], soft-capped to c tanh(s / c);  out = sum_j exp(s[j]) v[j] / (sum_j exp(s[j]) + exp(sink))
+//
+// A tile is some consecutive rows of one sequence times the H / G query heads of one kv head: its "vectors", row-major.
+// Layouts: caches [P, G, R, D]; scores [vectors, 64]; a state is m, l (running maximum and sum) and acc [Dv], per vector.
+//
+// The order of every sum is fixed by the keys' absolute positions alone, so a row's bits do not depend on its tile:
+// q . k runs in 16 lanes over D and ends in sum16's tree; keys go in blocks of 64 that start at multiples of 64, each with
+// one rescale; blocks are gathered in splits of 256, which are merged in ascending order. A key that a row does not see
+// takes no part in that row's arithmetic, whatever it holds. Head sizes are padded to 16 lanes with zeros in scratch.
+
+constexpr int kKeys = static_cast<int>(kAttentionBlock);
+constexpr int kDotRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile of scores (times 4 keys)
+constexpr int kSumRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile of weighted values ...
+constexpr int kSumLanes = kWidth == 16 ? 4 : 2;  // ... times 16-lane columns
+
+// Keys [begin, end) of a block that a vector sees.
+struct Range {
+  int begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+struct State {
+  float *m, *l, *acc;  // [vectors], [vectors], [vectors, padded Dv]
+  State(float* p, int64_t vectors) : m(p), l(p + vectors), acc(p + 2 * vectors) {}
+};
+
+// One block of keys or values as the loops want it: rows of a multiple of 16 elements.
+struct Block {
+  const void* data;
+  int64_t stride;
+  bool half;
+};
+
+template <class T>
+static void widen_row(const T* row, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16) store16(out + d, load16(row + d));
+  if (d < dim) store16(out + d, load16(row + d, dim - d));
+}
+
+// Keys of the block at position `start` that are set in `seen`; straight from the cache if it can serve the loops. Few
+// vectors read halves as they are, many are worth converting the block once.
+static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t dim, const int32_t* pages, int64_t kv_head,
+                   int64_t start, uint64_t seen, int64_t vectors, float* scratch) {
+  const int64_t R = a.R, size = half ? sizeof(f16) : sizeof(float), padded = round16(dim);
+  const auto row_at = [&](int64_t position) {
+    const int64_t page = pages[position / R];
+    return static_cast<const char*>(cache) + ((page * a.G + kv_head) * R + position % R) * dim * size;
+  };
+  if (R % kKeys == 0 && dim == padded && (!half || vectors <= kDotRows)) return {row_at(start), dim, half};
+  for (int j = 0; j < kKeys; j++) {
+    if (!(seen >> j & 1)) continue;
+    if (half)
+      widen_row(reinterpret_cast<const f16*>(row_at(start + j)), dim, scratch + j * padded);
+    else
+      widen_row(reinterpret_cast<const float*>(row_at(start + j)), dim, scratch + j * padded);
+  }
+  return {scratch, padded, false};
+}
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+// Q vectors times 4 keys. One register's worth of the 16 lanes at a time, so that all sums stay in registers.
+template <int Q, class T>
+DASLLAMA_INLINE void dots(const float* q, const T* k, int64_t stride, int64_t D, float* scores) {
+  constexpr int parts = 16 / kWidth;
+  fvec lanes[Q][4][parts];
+#pragma GCC unroll 4
+  for (int part = 0; part < parts; part++) {
+    fvec sums[Q][4] = {};
+    for (int64_t d = part * kWidth; d < D; d += 16) {
+      fvec keys[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) keys[j] = load<fvec>(k + j * stride + d);
+#pragma GCC unroll 6
+      for (int i = 0; i < Q; i++) {
+        const fvec x = load<fvec>(q + i * D + d);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[i][j] = fma(x, keys[j], sums[i][j]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) lanes[i][j][part] = sums[i][j];
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; i++)
+    sum16(join<f32x16>(lanes[i][0]), join<f32x16>(lanes[i][1]), join<f32x16>(lanes[i][2]), join<f32x16>(lanes[i][3]),
+          scores + i * kKeys);
+}
+
+template <int Q, class T>
+static void score_keys(const float* q, const T* k, int64_t stride, int64_t D, Range keys, float* scores) {
+  for (int j = keys.begin & ~3; j < keys.end; j += 4) dots<Q>(q, k + j * stride, stride, D, scores + j);
+}
+
+// The smallest range that holds those of n vectors; empty if all are.
+static Range hull(const Range* ranges, int64_t n) {
+  Range all = {kKeys, 0};
+  for (int64_t i = 0; i < n; i++)
+    if (!ranges[i].empty())
+      all = {ranges[i].begin < all.begin ? ranges[i].begin : all.begin, ranges[i].end > all.end ? ranges[i].end : all.end};
+  return all;
+}
+
+template <class T>
+static void score_block(const float* q, const T* k, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
+                        float* scores) {
+  using Tile = void (*)(const float*, const T*, int64_t, int64_t, Range, float*);
+  constexpr Tile tiles[] = {score_keys<1, T>, score_keys<2, T>, score_keys<3, T>,
+                            score_keys<4, T>, score_keys<5, T>, score_keys<6, T>};
+  for (int64_t i = 0; i < vectors;) {
+    const int64_t n = vectors - i < kDotRows ? vectors - i : kDotRows;
+    const Range keys = hull(ranges + i, n);
+    if (!keys.empty()) tiles[n - 1](q + i * D, k, stride, D, keys, scores + i * kKeys);
+    i += n;
+  }
+}
+
+// Turns a vector's raw dot products into exp(s - m), zero outside of `keys`, and updates m and l. Returns the factor that
+// the older part of the state shrinks by.
+static float soften(const AttentionArgs& a, Range keys, float* scores, float* m, float* l) {
+  static const float count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 s[kKeys / 16], top = splat16(-INFINITY);
+  for (int b = 0; b < kKeys / 16; b++) {
+    s[b] = load16(scores + 16 * b) * a.scale;
+    if (a.softcap > 0) s[b] = vtanh(s[b] / splat16(a.softcap)) * a.softcap;
+    if (keys.begin > 16 * b || keys.end < 16 * b + 16) {
+      const f32x16 key = load16(count), none = splat16(-INFINITY);
+      s[b] = select(less(key, splat16(static_cast<float>(keys.end - 16 * b))), s[b], none);
+      s[b] = select(less(key, splat16(static_cast<float>(keys.begin - 16 * b))), none, s[b]);
+    }
+    top = max(top, s[b]);
+  }
+  const float before = *m, most = max16(top);
+  *m = most > before ? most : before;
+  f32x16 sums = {};
+  for (int b = 0; b < kKeys / 16; b++) {
+    s[b] = vexp(s[b] - splat16(*m));
+    store16(scores + 16 * b, s[b]);
+    sums += s[b];
+  }
+  const float shrink = *m == before ? 1.0f : exp_one(before - *m);
+  *l = *l * shrink + sum16(sums);
+  return shrink;
+}
+
+// ---- weighted values ------------------------------------------------------------------------------------------------
+
+// acc of Q vectors += weights of `keys` times columns [0, 16 * S) of their values, key by key.
+template <int Q, int S, class T>
+DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Range keys, float* acc, int64_t acc_stride) {
+  f32x16 sums[Q][S];
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < S; c++) sums[i][c] = load16(acc + i * acc_stride + 16 * c);
+  for (int j = keys.begin; j < keys.end; j++) {
+    f32x16 values[S];
+#pragma GCC unroll 4
+    for (int c = 0; c < S; c++) values[c] = load16(v + j * stride + 16 * c);
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; i++) {
+      const f32x16 w = splat16(weights[i * kKeys + j]);
+#pragma GCC unroll 4
+      for (int c = 0; c < S; c++) sums[i][c] = fma(w, values[c], sums[i][c]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < S; c++) store16(acc + i * acc_stride + 16 * c, sums[i][c]);
+}
+
+template <int Q, class T>
+static void weigh_keys(const float* weights, const T* v, int64_t stride, int64_t D, Range keys, float* acc) {
+  int64_t d = 0;
+  for (; d + 16 * kSumLanes <= D; d += 16 * kSumLanes) weigh<Q, kSumLanes>(weights, v + d, stride, keys, acc + d, D);
+  for (; d < D; d += 16) weigh<Q, 1>(weights, v + d, stride, keys, acc + d, D);
+}
+
+template <class T>
+static void weigh_block(const float* weights, const T* v, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
+                        float* acc) {
+  using Tile = void (*)(const float*, const T*, int64_t, int64_t, Range, float*);
+  constexpr Tile tiles[] = {weigh_keys<1, T>, weigh_keys<2, T>, weigh_keys<3, T>,
+                            weigh_keys<4, T>, weigh_keys<5, T>, weigh_keys<6, T>};
+  for (int64_t i = 0; i < vectors;) {
+    const int64_t n = vectors - i < kSumRows ? vectors - i : kSumRows;
+    // Keys that all n vectors see go together; what only some see goes vector by vector, before and after.
+    Range common = {0, kKeys};
+    for (int64_t r = i; r < i + n; r++)
+      common = {ranges[r].begin > common.begin ? ranges[r].begin : common.begin,
+                ranges[r].end < common.end ? ranges[r].end : common.end};
+    if (common.empty()) {
+      for (int64_t r = i; r < i + n; r++) tiles[0](weights + r * kKeys, v, stride, D, ranges[r], acc + r * D);
+    } else {
+      for (int64_t r = i; r < i + n; r++)
+        if (ranges[r].begin < common.begin)
+          tiles[0](weights + r * kKeys, v, stride, D, {ranges[r].begin, common.begin}, acc + r * D);
+      tiles[n - 1](weights + i * kKeys, v, stride, D, common, acc + i * D);
+      for (int64_t r = i; r < i + n; r++)
+        if (common.end < ranges[r].end)
+          tiles[0](weights + r * kKeys, v, stride, D, {common.end, ranges[r].end}, acc + r * D);
+    }
+    i += n;
+  }
+}
+
+// ---- a tile ---------------------------------------------------------------------------------------------------------
+
+// The state of one split of 256 keys, from nothing.
+static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
+                            float* scratch) {
+  const int64_t group = a.H / a.G, vectors = tile.rows * group, D = round16(a.D), Dv = round16(a.Dv);
+  float *q = scratch, *keys = q + vectors * D, *values = keys + kKeys * D, *scores = values + kKeys * Dv;
+  Range* ranges = reinterpret_cast<Range*>(scores + vectors * kKeys);
+  const State s(state, vectors);
+  for (int64_t i = 0; i < vectors; i++) {
+    const int64_t row = tile.row + i / group, head = kv_head * group + i % group;
+    widen_row(a.q + row * a.q_row + head * a.q_head, a.D, q + i * D);
+    s.m[i] = -INFINITY;
+    s.l[i] = 0;
+  }
+  std::memset(s.acc, 0, static_cast<size_t>(vectors * Dv) * sizeof(float));
+
+  const int32_t* pages = a.block_table + static_cast<int64_t>(a.row_seq[tile.row]) * a.B;
+  for (int64_t start = split * kAttentionSplit; start < (split + 1) * kAttentionSplit; start += kKeys) {
+    uint64_t seen = 0;
+    for (int64_t i = 0; i < vectors; i++) {
+      const int64_t row = tile.row + i / group, first = a.row_begin[row] - start, last = a.row_end[row] - start;
+      const Range r = {static_cast<int>(first < 0 ? 0 : first > kKeys ? kKeys : first),
+                       static_cast<int>(last < 0 ? 0 : last > kKeys ? kKeys : last)};
+      ranges[i] = r;
+      if (!r.empty()) seen |= (~uint64_t{0} >> (kKeys - (r.end - r.begin))) << r.begin;
+    }
+    if (!seen) continue;
+
+    const Block k = fetch(a, a.k, a.k_half, a.D, pages, kv_head, start, seen, vectors, keys);
+    if (k.half)
+      score_block(q, static_cast<const f16*>(k.data), k.stride, D, ranges, vectors, scores);
+    else
+      score_block(q, static_cast<const float*>(k.data), k.stride, D, ranges, vectors, scores);
+
+    for (int64_t i = 0; i < vectors; i++) {
+      if (ranges[i].empty()) continue;
+      const float shrink = soften(a, ranges[i], scores + i * kKeys, s.m + i, s.l + i);
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < Dv; d += 16) store16(s.acc + i * Dv + d, load16(s.acc + i * Dv + d) * shrink);
+    }
+
+    const Block v = fetch(a, a.v, a.v_half, a.Dv, pages, kv_head, start, seen, vectors, values);
+    if (v.half)
+      weigh_block(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
+    else
+      weigh_block(scores, static_cast<const float*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
+  }
+}
+
+// total <- total and the split that follows it.
+static void attention_merge(const AttentionArgs& a, AttentionTile tile, const float* split, float* total) {
+  const int64_t vectors = tile.rows * (a.H / a.G), Dv = round16(a.Dv);
+  const State t(total, vectors), s(const_cast<float*>(split), vectors);
+  for (int64_t i = 0; i < vectors; i++) {
+    if (s.l[i] == 0) continue;  // a split of which the row sees nothing
+    const float m = s.m[i] > t.m[i] ? s.m[i] : t.m[i];
+    const float old = exp_one(t.m[i] - m), add = exp_one(s.m[i] - m);
+    t.m[i] = m;
+    t.l[i] = t.l[i] * old + s.l[i] * add;
+    for (int64_t d = i * Dv; d < (i + 1) * Dv; d += 16)
+      store16(t.acc + d, load16(t.acc + d) * old + load16(s.acc + d) * add);
+  }
+}
+
+// Divides by the sums and writes the tile's part of out [T, H, Dv].
+static void attention_finish(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, const float* total) {
+  const int64_t group = a.H / a.G, vectors = tile.rows * group, Dv = round16(a.Dv);
+  const State t(const_cast<float*>(total), vectors);
+  for (int64_t i = 0; i < vectors; i++) {
+    const int64_t head = kv_head * group + i % group;
+    float* out = a.out + ((tile.row + i / group) * a.H + head) * a.Dv;
+    float l = t.l[i], shrink = 1.0f;
+    if (l != 0 && a.sinks) {
+      const float sink = a.sinks[head], m = sink > t.m[i] ? sink : t.m[i];
+      shrink = exp_one(t.m[i] - m);
+      l = l * shrink + exp_one(sink - m);
+    }
+    const float factor = l == 0 ? 0.0f : shrink / l;  // a row that sees nothing yields zeros
+    int64_t d = 0;
+    for (; d + 16 <= a.Dv; d += 16) store16(out + d, load16(t.acc + i * Dv + d) * factor);
+    if (d < a.Dv) store16(out + d, load16(t.acc + i * Dv + d) * factor, a.Dv - d);
+  }
+}

@@ -1,0 +1,85 @@
+// Gradient of attention over f32 caches [P, G, R, D]. With p[j] = exp(s[j] - m) / l, dp[j] = grad . v[j] and
+// delta = sum_j p[j] dp[j]:  ds[j] = p[j] (dp[j] - delta) * (1 - (s[j] / c)^2) * scale  (the middle factor only if the
+// scores are soft-capped),  dq = sum_j ds[j] k[j],  dk[j] = sum ds[j] q,  dv[j] = sum p[j] grad.
+// The first pass owns a row: dq, and stats m, 1 / l and delta of each head. The second owns a page of one kv head: dk, dv.
+
+static float dot(const float* a, const float* b, int64_t n) {
+  f32x16 sums = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) sums = fma(load16(a + i), load16(b + i), sums);
+  if (i < n) sums = fma(load16(a + i, n - i), load16(b + i, n - i), sums);
+  return sum16(sums);
+}
+
+// y += f * x
+static void add_scaled(float f, const float* x, float* y, int64_t n) {
+  const f32x16 factor = splat16(f);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store16(y + i, fma(factor, load16(x + i), load16(y + i)));
+  if (i < n) store16(y + i, fma(factor, load16(x + i, n - i), load16(y + i, n - i)), n - i);
+}
+
+// The capped score, and in *slope the factor from its gradient to that of q . k.
+static float score(const AttentionArgs& a, const float* q, const float* k, float* slope) {
+  float s = dot(q, k, a.D) * a.scale;
+  *slope = a.scale;
+  if (a.softcap > 0) {
+    const float t = tanh_one(s / a.softcap);
+    s = t * a.softcap;
+    *slope = (1 - t * t) * a.scale;
+  }
+  return s;
+}
+
+// scratch: 3 floats per key that the row sees.
+static void attention_backward_q(const AttentionArgs& a, const float* grad, float* stats, float* dq, float* scratch,
+                                 int64_t row) {
+  const int64_t first = a.row_begin[row], n = a.row_end[row] - first, group = a.H / a.G;
+  float *p = scratch, *dp = p + n, *slope = dp + n;
+  std::memset(dq + row * a.H * a.D, 0, static_cast<size_t>(a.H * a.D) * sizeof(float));
+  if (a.row_seq[row] < 0 || n <= 0) return;
+  const int32_t* pages = a.block_table + static_cast<int64_t>(a.row_seq[row]) * a.B;
+  for (int64_t h = 0; h < a.H; h++) {
+    const auto index = [&](int64_t j) {
+      return (pages[(first + j) / a.R] * a.G + h / group) * a.R + (first + j) % a.R;
+    };
+    const float *k = static_cast<const float*>(a.k), *v = static_cast<const float*>(a.v);
+    const float *q = a.q + row * a.q_row + h * a.q_head, *g = grad + (row * a.H + h) * a.Dv;
+    float m = a.sinks ? a.sinks[h] : -INFINITY;
+    for (int64_t j = 0; j < n; j++) {
+      p[j] = score(a, q, k + index(j) * a.D, slope + j);
+      dp[j] = dot(g, v + index(j) * a.Dv, a.Dv);
+      m = p[j] > m ? p[j] : m;
+    }
+    double sum = a.sinks ? exp_one(a.sinks[h] - m) : 0, mixed = 0;
+    for (int64_t j = 0; j < n; j++) {
+      p[j] = exp_one(p[j] - m);
+      sum += p[j];
+      mixed += static_cast<double>(p[j]) * dp[j];
+    }
+    const float inverse = static_cast<float>(1 / sum), delta = static_cast<float>(mixed / sum);
+    for (int64_t j = 0; j < n; j++)
+      add_scaled(p[j] * inverse * (dp[j] - delta) * slope[j], k + index(j) * a.D, dq + (row * a.H + h) * a.D, a.D);
+    float* s = stats + (row * a.H + h) * 3;
+    s[0] = m, s[1] = inverse, s[2] = delta;
+  }
+}
+
+// Adds to dk and dv (layout of the caches) of the page, whose keys start at position `start`, what the n rows give.
+static void attention_backward_kv(const AttentionArgs& a, const float* grad, const float* stats, int64_t kv_head,
+                                  int64_t page, int64_t start, const int32_t* rows, int64_t n, float* dk, float* dv) {
+  const int64_t group = a.H / a.G, base = (page * a.G + kv_head) * a.R;
+  for (int64_t r = 0; r < n; r++) {
+    const int64_t row = rows[r], first = a.row_begin[row] - start, last = a.row_end[row] - start;
+    for (int64_t j = first < 0 ? 0 : first; j < last && j < a.R; j++)
+      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        const float *q = a.q + row * a.q_row + h * a.q_head, *g = grad + (row * a.H + h) * a.Dv;
+        const float *k = static_cast<const float*>(a.k) + (base + j) * a.D, *s = stats + (row * a.H + h) * 3;
+        float slope;
+        const float p = exp_one(score(a, q, k, &slope) - s[0]) * s[1];
+        const float dp = dot(g, static_cast<const float*>(a.v) + (base + j) * a.Dv, a.Dv);
+        add_scaled(p * (dp - s[2]) * slope, q, dk + (base + j) * a.D, a.D);
+        add_scaled(p, g, dv + (base + j) * a.Dv, a.Dv);
+      }
+  }
+}

@@ -1,0 +1,71 @@
+"""Attention of a ragged batch over a paged KV cache."""
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.ops.registry import define, refuse_gradient
+
+
+def attend_row(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row's q [H, D] over the n keys that it sees, k [n, G, D] and v [n, G, Dv], all f32.
+
+    Returns out [H, Dv], the probabilities [H, n] and the (capped) scores [H, n].
+    """
+    group = q.shape[0] // k.shape[1]
+    scores = torch.einsum("hd,nhd->hn", q, k.repeat_interleave(group, 1)) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    logits = scores if sinks is None else torch.cat([scores, sinks[:, None]], 1)
+    p = torch.softmax(logits, 1)[:, : scores.shape[1]]
+    return torch.einsum("hn,nhd->hd", p, v.repeat_interleave(group, 1)), p, scores
+
+
+def _fake(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks):
+    return q.new_empty((*q.shape[:-1], v_cache.shape[3]))
+
+
+@define(fake=_fake)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_seq: Tensor,
+    row_pos: Tensor,
+    row_end: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax attention of q [..., H, D] over k_cache [P, G, R, D], v_cache [P, G, R, Dv] (f32 or f16) -> [..., H, Dv].
+
+    The leading dims of q are T rows, all int32:
+    block_table [S, B]: page of each R rows of a sequence; entries that no row needs may hold anything.
+    row_seq [T]: sequence of the row, -1 for an inert row, whose output is zero.
+    row_pos [T]: absolute position of the row.
+    row_end [T]: keys [0, row_end) are visible: row_pos + 1 if causal, the span's end inside a non-causal span.
+    window: W > 0 hides keys at row_pos - W and before, so W keys are seen with the row's own; 0 hides none.
+    softcap: c > 0 turns a scaled score s into c * tanh(s / c) before masking; 0 does not.
+    sinks: f32 [H], one more logit per head, in the denominator only; None: none.
+    Query head h reads kv head h // (H / G). Sums are f32; the result has q's dtype. What a row does not see, NaN
+    included, takes no part in its result; a row's bits do not depend on the rest of the batch.
+    Raises for a sequence, an end or a needed page that is out of range.
+    """
+    R, Dv = k_cache.shape[2], v_cache.shape[3]
+    rows = q.reshape(-1, *q.shape[-2:]).float()  # [T, H, D]
+    out = rows.new_zeros((*rows.shape[:2], Dv))
+    for t, (s, pos, end) in enumerate(zip(row_seq.tolist(), row_pos.tolist(), row_end.tolist(), strict=True)):
+        begin = max(0, pos - window + 1) if window else 0
+        if s < 0 or begin >= end:
+            continue
+        at = torch.arange(begin, end, device=q.device)
+        page, row = block_table[s, at // R].long(), at % R
+        k, v = k_cache[page, :, row].float(), v_cache[page, :, row].float()  # [n, G, D]
+        out[t] = attend_row(rows[t], k, v, scale, softcap, sinks)[0]
+    return out.reshape(*q.shape[:-1], Dv).to(q.dtype)
+
+
+refuse_gradient(paged_attention, "dasllama::attention is the form with a gradient")
