@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from tolerances import F32_PRODUCT, NATIVE_PRODUCT
+from tolerances import F32_ROUNDOFF, GGML_PRODUCT
 
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.ops import blocks, ggml_types
@@ -41,12 +41,12 @@ def test_golden_products(qtype, oracle):
     qweight = GGUFFile(path).tensors[case["models"][name(qtype)]["matmul"]["tensor"]].data
     x, wanted = torch.from_numpy(data["mm_x"]), torch.from_numpy(data["mm_y"])
     y = quant_linear.reference(x, torch.from_numpy(qweight.copy()), qtype, None, True)
-    assert (y - wanted).abs().max() <= NATIVE_PRODUCT * wanted.abs().max()
+    assert (y - wanted).abs().max() <= GGML_PRODUCT * wanted.abs().max()
 
 
 @pytest.mark.parametrize("qtype", PACKED, ids=name)
 def test_native_products_are_those_of_the_rounded_factors(qtype):
-    """In f64: dequantized weights times dequantized activations; on Q8_1 the offset goes with the stored sum instead."""
+    """In f64: dequantized weights times dequantized activations; on Q8_1 the offset goes with the stored sum."""
     row, K = GGML_TYPES[qtype], 512
     qweight, x = random_matrix(qtype, 9, K), torch.randn(5, K)
     a = unpack_activation(row.lattice, quantize_activation.reference(x, row.lattice))
@@ -56,8 +56,9 @@ def test_native_products_are_those_of_the_rounded_factors(qtype):
         m = blocks.unpack_blocks(qtype, qweight.view(-1, row.bytes)).m.double().view(9, -1)
         wanted = wanted + (a.s.double() - (a.q.sum(-1) * a.d).double()) @ m.T
     y = quant_linear.reference(x, qweight, qtype, None, True).double()
-    # Minima come off after the product, so that the parts of a sum may be larger than the sum of its elements.
-    assert ((y - wanted).abs() <= 4 * NATIVE_PRODUCT * (rounded.abs() @ w.abs().T + wanted.abs().amax())).all()
+    # Products and minima of a unit are folded one after the other, so that a part may exceed the sum of its elements.
+    parts = rounded.abs() @ (w.abs() + w.abs().amax(1, keepdim=True)).T
+    assert ((y - wanted).abs() <= 2 * K // 16 * F32_ROUNDOFF * parts).all()
 
 
 @pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=name)
@@ -67,7 +68,7 @@ def test_dequantizing_products_and_bias(qtype):
     for native in (False, True) if qtype == ggml_types.F32 else (False,):
         y = quant_linear.reference(x, qweight, qtype, bias, native).double()
         assert y.shape == (2, 3, 9)
-        bound = F32_PRODUCT * (x.double().abs() @ w.abs().T + bias.abs())
+        bound = 513 * F32_ROUNDOFF * (x.double().abs() @ w.abs().T + bias.abs())
         assert ((y - (x.double() @ w.T + bias)).abs() <= bound).all()
 
 
@@ -95,8 +96,9 @@ def test_gradients_are_those_of_the_dequantized_matrix(qtype, native):
         quant_linear(x, qweight, qtype, bias, native).backward(grad)
     twin, twin_bias = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
     torch.nn.functional.linear(twin, dequantize.reference(qweight, qtype), twin_bias).backward(grad)
-    assert torch.allclose(x.grad, twin.grad, rtol=0, atol=F32_PRODUCT * 9 * twin.grad.abs().max().item())
-    assert torch.allclose(bias.grad, twin_bias.grad, rtol=0, atol=F32_PRODUCT * 9)
+    bound = 9 * F32_ROUNDOFF * (grad.abs() @ dequantize.reference(qweight, qtype).abs())
+    assert ((x.grad - twin.grad).abs() <= 2 * bound).all()
+    assert ((bias.grad - twin_bias.grad).abs() <= 2 * 6 * F32_ROUNDOFF * grad.abs().sum((0, 1))).all()
 
 
 @pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=name)
@@ -131,7 +133,7 @@ def test_fma_rounds_once():
 def test_fma_of_what_is_no_number():
     inf, nan = float("inf"), float("nan")
     a, b, c = torch.tensor([[inf, 1, 1.0], [1.0, nan, 0], [1.0, 1.0, -inf], [inf, 0, 1]]).T
-    assert _fma(a, b, c).nan_to_num(nan=7.0).tolist() == [torch.finfo(torch.float32).max, 7, -torch.finfo(torch.float32).max, 7]
+    assert _fma(a, b, c).nan_to_num(nan=7.0, posinf=8.0, neginf=9.0).tolist() == [8, 7, 9, 7]
 
 
 X, QWEIGHT, BIAS = torch.zeros(2, 64), torch.zeros(3, 36, dtype=torch.uint8), torch.zeros(3)
@@ -158,3 +160,10 @@ def test_wrong_input_is_refused(x, qweight, qtype, bias, text):
 def test_a_gradient_of_the_wrong_width_is_refused():
     with pytest.raises(RuntimeError, match=r"dasllama::quant_linear_backward: grad must be .* \[\.\.\., 3\]"):
         quant_linear_backward.reference(torch.zeros(2, 4), QWEIGHT, Q4_0)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_opcheck(native):
+    qweight, bias = random_matrix(Q4_0, 9, 64), torch.randn(9)
+    torch.library.opcheck(quant_linear, (torch.randn(2, 3, 64, requires_grad=True), qweight, Q4_0, bias, native))
+    torch.library.opcheck(quant_linear_backward, (torch.randn(3, 9), qweight, Q4_0))
