@@ -166,7 +166,7 @@ class StateDictSource(TensorSource):
                     f"{origin}: tensor {quote(key)} has dtype {tensor.dtype}, wanted one of {wanted}"
                 )
             came_from[name] = key
-            self._tensors[name] = tensor.detach()
+            self._tensors[name] = tensor
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
