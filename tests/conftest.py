@@ -8,6 +8,7 @@ from typing import NoReturn
 import pytest
 
 from dasllama_torch import hub
+from dasllama_torch.ops import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +20,14 @@ def oracle() -> Path:
     if not folder.is_dir():
         _absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(params=registry.isas())
+def isa(request):
+    """Each instruction set that runs here in turn; CPU ops are served by its kernels within the test."""
+    registry.set_isa(request.param)
+    yield request.param
+    registry.set_isa(None)
 
 
 @pytest.fixture(scope="session")

@@ -172,6 +172,7 @@ def test_expect(md):
     md.arch.expect("rope.scaling.type", "none", "linear")
     md.arch.expect("absent", "anything")
     md.arch.expect("epsilon", 1e-5)  # as f32
+    md.arch.expect("epsilon", np.float64(1e-5))
     md.arch.expect("double", 0.1)
     md.arch.expect("flag", True)
     refused(

@@ -90,6 +90,18 @@ def test_unasked(source, floats):
     assert source.scoped("out").unasked() == left[2:]
 
 
+def test_rows(source, floats):
+    assert source.rows("token_embd.weight") == 5
+    assert source.layer(0).rows("attn_q.weight") == 8
+    assert source.unasked() == list(floats)
+    with pytest.raises(
+        GGUFError, match=r"'blk.0.attn_qq.weight' is missing, wanted its number of rows; close: 'blk.0.attn_q"
+    ):
+        source.layer(0).rows("attn_qq.weight")
+    with pytest.raises(GGUFError, match="'token_embd.weight' has no number of rows of its own"):
+        RandomSource().rows("token_embd.weight")
+
+
 def test_missing_tensors(source):
     with pytest.raises(GGUFError) as caught:
         source.layer(0).get("attn_qq.weight", 8, 32)
@@ -168,7 +180,7 @@ class TestStateDict:
 class TestRandom:
     @pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=lambda qtype: GGML_TYPES[qtype].name)
     def test_matrices_have_unit_scale(self, qtype):
-        """By the gguf package's own dequantization: finite, RMS about 1/sqrt(K), no two blocks alike."""
+        """By the gguf package's dequantization: RMS about 1/sqrt(K), also of each block, and no two blocks alike."""
         found = RandomSource(1, qtype).get("blk.0.attn_q.weight", 64, 1024)
         kind = GGML_TYPES[qtype]
         assert (found.shape, found.qtype) == ((64, 1024), qtype)
@@ -179,12 +191,14 @@ class TestRandom:
         ):  # unknown to the package: an f16 scale, then codes that stand for -1, 1 and for -1, 0, 1, 2
             codes = np.array([1.0, 1.0] if qtype == Q1_0 else [1.0, 0.0, 1.0, 2.0])
             scales = found.data.unflatten(1, (-1, kind.bytes))[..., :2].contiguous().view(torch.float16).double()
-            mean_square = (scales**2).mean() * (codes**2).mean()
+            mean_square = scales.numpy() ** 2 * (codes**2).mean()
         else:
             weights = gguf.quants.dequantize(found.data.numpy(), gguf.GGMLQuantizationType(qtype)).astype(np.float64)
             assert weights.shape == (64, 1024)
-            mean_square = (weights**2).mean()
-        assert float(mean_square) ** 0.5 * 1024**0.5 == pytest.approx(1, abs=0.2)
+            mean_square = (weights**2).reshape(-1, max(kind.block, 32)).mean(1)
+        assert (1024 * mean_square.mean()) ** 0.5 == pytest.approx(1, abs=0.15)
+        assert (1024 * mean_square.min()) ** 0.5 > 0.2
+        assert (1024 * mean_square.max()) ** 0.5 < 2.4
         blocks = found.data.reshape(-1, kind.bytes)
         assert len(blocks.unique(dim=0)) == len(blocks) or kind.bytes <= 4
 

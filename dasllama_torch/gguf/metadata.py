@@ -207,9 +207,8 @@ def _is_str(value: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(
-        value, bool
-    )  # Python's bool is an int, numpy's is not
+    # Python's bool is an int, numpy's is not
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_float(value: Any) -> bool:

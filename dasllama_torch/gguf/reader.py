@@ -125,8 +125,6 @@ def _map(path: Path) -> np.ndarray:
         if not os.path.isfile(path):  # opening a pipe would wait for its other end
             raise GGUFError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise GGUFError(f"{path}: the file is empty, wanted a GGUF file")
             if sys.platform == "linux":
                 # Without MAP_NORESERVE Linux counts a private writable mapping as memory in use, and refuses files
                 # larger than memory.
@@ -134,7 +132,7 @@ def _map(path: Path) -> np.ndarray:
                 flags, prot = mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE
                 return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=prot), np.uint8)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
-    except (OSError, ValueError) as e:  # ValueError: the file shrank since its size was asked
+    except (OSError, ValueError) as e:  # ValueError: an empty file
         raise GGUFError(f"{path}: cannot be opened: {e}") from e
 
 

@@ -42,17 +42,15 @@ def write_gguf(path: str | os.PathLike, arch: str, metadata: Mapping[str, Any], 
                 writer.add_custom_alignment(int(value))
             elif key != "general.architecture":
                 writer.add_key_value(key, *_typed(path, key, value))
-        arrays = []
         for name, (array, qtype) in tensors.items():
             shape = _shape(path, name, array, qtype)
-            arrays.append(np.ascontiguousarray(array))
             # The writer derives the shape itself from uint8 rows, but only for the types it knows: so it is told the
             # shape, and any other dtype.
             writer.add_tensor_info(name, shape, np.dtype(np.float32), array.nbytes, raw_dtype=qtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for array in arrays:
+        for array, _ in tensors.values():
             writer.write_tensor_data(array)
     finally:
         writer.close()
