@@ -1,0 +1,194 @@
+"""What a model is, worked out once from its metadata: frozen dataclasses that modules, caches and the engine read.
+
+A family's config extends `DecoderConfig`; facts that differ by layer stand in `layers`, and nothing later derives them anew.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.errors import UnsupportedModel
+from dasllama_torch.gguf.metadata import Metadata
+
+MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any model; below what would exhaust memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies below `low` rotations are interpolated, above `high` kept."""
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """One table of rotary angles (Su et al. 2021, arXiv:2104.09864), half-split: dims i and i + dim/2 turn together.
+
+    dim: rotated dims of a head. theta: base. linear_factor: positions are divided by it. yarn: see `Yarn`.
+    freq_factors: divisors of the frequencies, dim/2 of them (llama3 scaling, tensor `rope_freqs`).
+    attention_factor: cos and sin are multiplied by it, so attention scores by its square.
+    """
+
+    dim: int
+    theta: float
+    linear_factor: float = 1.0
+    yarn: Yarn | None = None
+    freq_factors: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
+
+    def inv_freq(self) -> Tensor:
+        """Radians per position, f32 [dim/2], with the roundings of transformers' `modeling_rope_utils`."""
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        if self.yarn is not None:
+            return self._yarn_inv_freq(self.theta**steps)
+        inv_freq = 1.0 / self.theta**steps
+        if self.freq_factors is not None:
+            inv_freq = inv_freq / torch.tensor(self.freq_factors, dtype=torch.float32)
+        return inv_freq / self.linear_factor
+
+    def _yarn_inv_freq(self, pos_freqs: Tensor) -> Tensor:
+        def dim_of(rotations: float) -> float:
+            turns = self.yarn.original_context / (rotations * 2 * math.pi)
+            return self.dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low = max(math.floor(dim_of(self.yarn.beta_fast)), 0)
+        high = min(math.ceil(dim_of(self.yarn.beta_slow)), self.dim - 1)
+        span = (high - low) or 0.001
+        kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        return 1.0 / (self.yarn.factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One decoder layer. window: keys seen, self included; 0 means all. rope None: no positional encoding."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    rope: RopeSpec | None
+    window: int = 0
+
+    @property
+    def cache(self) -> "CacheSpec":
+        """What this layer keeps of each token."""
+        return CacheSpec(n_kv_heads=self.n_kv_heads, k_dim=self.head_dim, v_dim=self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSpec:
+    """Keys [n_kv_heads, k_dim] and values [n_kv_heads, v_dim] of every token, in pages."""
+
+    n_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Facts that every decoder has, in GGUF's words; properties give the names that Hugging Face tools ask for."""
+
+    arch: str
+    n_vocab: int
+    n_ctx: int
+    n_embd: int
+    norm_eps: float
+    layers: tuple[LayerSpec, ...]
+
+    vocab_size = property(lambda self: self.n_vocab)
+    hidden_size = property(lambda self: self.n_embd)
+    num_hidden_layers = property(lambda self: len(self.layers))
+    max_position_embeddings = property(lambda self: self.n_ctx)
+    rms_norm_eps = property(lambda self: self.norm_eps)
+    num_attention_heads = property(lambda self: self.layers[0].n_heads)
+    num_key_value_heads = property(lambda self: self.layers[0].n_kv_heads)
+    head_dim = property(lambda self: self.layers[0].head_dim)
+    intermediate_size = property(lambda self: self.layers[0].ffn_width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """The keys that all families share, read and checked against each other."""
+
+    n_layers: int
+    n_ctx: int
+    n_embd: int
+    n_vocab: int
+    n_heads: tuple[int, ...]
+    n_kv_heads: tuple[int, ...]
+    head_dim: int
+    ffn_width: tuple[int, ...]
+    norm_eps: float
+
+
+def read_geometry(md: Metadata, n_vocab: int) -> Geometry:
+    """Read the shared keys of md's architecture. n_vocab: rows of the embedding table; a `vocab_size` key must agree.
+
+    Raises GGUFError for a missing or impossible value, UnsupportedModel for a feature that no family here has.
+    """
+    a = md.arch
+    n_layers = a.int("block_count", min=1, max=MAX_LAYERS)
+    n_embd = a.int("embedding_length", min=1, max=MAX_WIDTH)
+    n_heads = a.ints("attention.head_count", length=n_layers, min=1, max=MAX_WIDTH)
+    n_kv_heads = a.ints("attention.head_count_kv", n_heads, length=n_layers, min=1, max=MAX_WIDTH)
+    if any(h % g for h, g in zip(n_heads, n_kv_heads, strict=True)):
+        raise UnsupportedModel(f"{md.origin}: query heads {n_heads} are no multiple of kv heads {n_kv_heads}")
+    head_dim = a.int("attention.key_length", n_embd // n_heads[0], min=2, max=4096)
+    a.expect("attention.value_length", head_dim)
+    if head_dim % 2:
+        raise UnsupportedModel(f"{md.origin}: head size {head_dim} is odd, wanted an even one for rotary pairs")
+    found = a.int("vocab_size", n_vocab, min=1)
+    if found != n_vocab:
+        raise UnsupportedModel(f"{md.origin}: vocab_size is {found}, and the embedding table has {n_vocab} rows")
+    return Geometry(
+        n_layers=n_layers,
+        n_ctx=a.int("context_length", min=1, max=MAX_CONTEXT),
+        n_embd=n_embd,
+        n_vocab=n_vocab,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn_width=a.ints("feed_forward_length", length=n_layers, min=1, max=MAX_WIDTH),
+        norm_eps=a.float("attention.layer_norm_rms_epsilon", min=0.0, max=1.0),
+    )
+
+
+def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = None) -> RopeSpec:
+    """Read the `rope.*` keys of md's architecture: plain, linear or YaRN scaling; others are refused by name.
+
+    dim: rotated dims of a head, which `rope.dimension_count` must equal if it is there.
+    """
+    a = md.arch
+    a.expect("rope.dimension_count", dim)
+    theta = a.float("rope.freq_base", 10000.0, min=1.0)
+    a.expect("rope.scaling.type", "none", "linear", "yarn")
+    kind = a.str("rope.scaling.type", "linear" if "rope.scale_linear" in a else "none")
+    factor = a.float("rope.scaling.factor", a.float("rope.scale_linear", 1.0, positive=True), positive=True)
+    given_factor = a.float("rope.scaling.attn_factor", 1.0, positive=True)
+    original = a.int("rope.scaling.original_context_length", a.int("context_length", min=1), min=1)
+    a.expect("rope.scaling.finetuned", True, False)  # tells of training, changes nothing
+    if kind != "yarn":
+        return RopeSpec(
+            dim=dim,
+            theta=theta,
+            linear_factor=factor if kind == "linear" else 1.0,
+            freq_factors=freq_factors,
+            attention_factor=given_factor,
+        )
+    if freq_factors is not None:
+        raise UnsupportedModel(f"{md.origin}: YaRN together with tensor rope_freqs is not implemented")
+    a.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    a.expect("rope.scaling.yarn_attn_factor", 1.0)
+    yarn = Yarn(
+        factor=factor,
+        original_context=original,
+        beta_fast=a.float("rope.scaling.yarn_beta_fast", 32.0, positive=True),
+        beta_slow=a.float("rope.scaling.yarn_beta_slow", 1.0, positive=True),
+    )
+    magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return RopeSpec(dim=dim, theta=theta, yarn=yarn, attention_factor=given_factor * magnitude)

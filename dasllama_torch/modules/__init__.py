@@ -1,0 +1,1 @@
+"""Small parts that a model file composes. Each asks a TensorSource for its tensors by GGUF name and shape."""

@@ -1,0 +1,82 @@
+"""CausalLM: a decoder stack and its head, called by the engine with a Step and by people as a Hugging Face model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dasllama_torch.config import DecoderConfig
+from dasllama_torch.errors import TokenizerError
+from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.linear import Linear
+from dasllama_torch.step import Step
+
+
+@dataclass
+class CausalLMOutput:
+    """logits: f32 [B, T, V], or [B, n, V] where only some rows were asked for."""
+
+    logits: Tensor
+
+
+class CausalLM(nn.Module):
+    """`model` (the decoder stack: hidden states from ids or embeddings and a Step) and `lm_head`.
+
+    config: the family's frozen config. metadata: all keys of the file. tokenizer: built from them.
+    """
+
+    def __init__(self, cfg: DecoderConfig, w: TensorSource, model: nn.Module):
+        super().__init__()
+        self.config = cfg
+        self.model = model
+        # A file without a head of its own shares the embedding table with it.
+        self.lm_head = Linear(w, "output" if w.has("output.weight") else "token_embd", cfg.n_vocab, cfg.n_embd)
+        self.metadata: Metadata | None = None
+        self.tokenizer = None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int = 0,
+        *,
+        step: Step | None = None,
+    ) -> CausalLMOutput:
+        """Logits of ids [B, T] or embeddings [B, T, C].
+
+        attention_mask [B, T]: 0 marks padding, on either side. position_ids [B, T]: rotary positions, 0 ... T-1 if absent.
+        logits_to_keep: logits of the last n positions only; 0 keeps all. step: the engine's, in place of all the former.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("wanted either input_ids or inputs_embeds")
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.dim() != 3:
+            raise ValueError(f"wanted ids [B, T] or embeddings [B, T, C], found rank {x.dim() - (inputs_embeds is None)}")
+        if step is None:
+            step = Step.padded(x.shape[0], x.shape[1], attention_mask, position_ids, x.device)
+        hidden = self.model(x, step)
+        if step.logit_rows is not None:
+            hidden = hidden[:, step.logit_rows]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of text. add_special: BOS/EOS where the model wants them; parse_special: control tokens by name."""
+        return self._tokenizer().encode(text, add_special=add_special, parse_special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        return self._tokenizer().decode(ids)
+
+    def piece(self, token: int) -> str:
+        """Text of one token; bytes of an incomplete character show as U+FFFD."""
+        return self._tokenizer().piece(token)
+
+    def _tokenizer(self):
+        if self.tokenizer is None:
+            raise TokenizerError("this model was built without a tokenizer")
+        return self.tokenizer

@@ -1,0 +1,27 @@
+"""Feed-forward parts."""
+
+from torch import Tensor
+
+from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.base import Module
+from dasllama_torch.modules.linear import Linear
+from dasllama_torch.ops.gated_act import GELU_TANH, SILU, gated_act
+
+ACTS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+class GatedMLP(Module):
+    """down(act(gate(x)) * up(x)). act: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, w: TensorSource, n_embd: int, width: int, act: str):
+        super().__init__()
+        self.gate_proj = Linear(w, "ffn_gate", width, n_embd)
+        self.up_proj = Linear(w, "ffn_up", width, n_embd)
+        self.down_proj = Linear(w, "ffn_down", n_embd, width)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated_act(self.gate_proj(x), self.up_proj(x), ACTS[self.act]))
+
+    def extra_repr(self) -> str:
+        return self.act

@@ -1,0 +1,73 @@
+"""Packed matrices as modules: Linear and Embedding hold the file's bytes, and `.weight` dequantizes on access."""
+
+import torch
+from torch import Tensor, nn
+
+from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.base import Module
+from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.dequantize import dequantize
+from dasllama_torch.ops.embedding import embedding
+from dasllama_torch.ops.quant_linear import quant_linear
+
+
+class Packed(Module):
+    """A matrix [N, K] in a ggml type.
+
+    qweight: uint8 [N, row_bytes], a view of the mapped file where possible. qtype: ggml type id. gguf_name: its name there.
+    """
+
+    def __init__(self, w: TensorSource, name: str, n: int, k: int):
+        super().__init__()
+        tensor = w.get(f"{name}.weight", n, k)
+        self.register_buffer("qweight", tensor.data)
+        self.qtype = tensor.qtype
+        self.gguf_name = tensor.name.removesuffix(".weight")
+        self.shape = (n, k)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized matrix, f32 [N, K], computed on each access; writing to it changes nothing."""
+        return dequantize(self.qweight, self.qtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[1]} -> {self.shape[0]}, {ggml_types.GGML_TYPES[self.qtype].name}, {self.gguf_name}"
+
+
+class Linear(Packed):
+    """y = x W^T + b. x [..., K] -> [..., N] in x's dtype, sums in f32.
+
+    interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other; the rows are
+    brought to half-split order at load, as whole packed rows. bias: "yes", "no" or "optional" (taken if the file has one).
+    """
+
+    def __init__(self, w: TensorSource, name: str, n: int, k: int, *, bias: str = "no", interleaved_heads: int = 0):
+        super().__init__(w, name, n, k)
+        self.out_features, self.in_features = n, k
+        self.native = w.native
+        has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
+        self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
+        if interleaved_heads:
+            order = half_split_order(n, interleaved_heads)
+            self.qweight = self.qweight[order]
+            if has_bias:
+                self.bias.data = self.bias.data[order]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
+
+
+def half_split_order(n: int, heads: int) -> Tensor:
+    """Row indices that take interleaved rotary pairs (0, 1), (2, 3), ... of each head to halves (0, 2, ...), (1, 3, ...)."""
+    return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
+
+
+class Embedding(Packed):
+    """Rows of a packed table. ids [...] -> f32 [..., C], multiplied by `scale` (gemma: sqrt(C))."""
+
+    def __init__(self, w: TensorSource, name: str, n: int, k: int, *, scale: float = 1.0):
+        super().__init__(w, name, n, k)
+        self.num_embeddings, self.embedding_dim, self.scale = n, k, scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.qweight, self.qtype, self.scale)

@@ -1,0 +1,153 @@
+"""y = x W^T + bias with packed W, and its gradient with respect to x.
+
+With native=False the weight is dequantized and multiplied in f32. With native=True the activation is first rounded to
+the lattice of the weight's type (`lattices.py`); products of integers are exact, and their floats are folded into one
+f32 accumulator per output in a fixed order. Every kernel on the CPU follows this order to the bit, whatever its tile,
+thread or instruction set, so that results do not depend on how many rows are multiplied at once:
+
+    acc = 0; for each unit of K, ascending (32 elements; 256 on Q8_K; 16 for NVFP4, whose scales are per 16):
+        isum = sum over the unit of scale[g] * q_w * q_x            int32, exact
+        acc = fma(float(isum), d_w * d_x, acc)                      d_w * d_x is one f32 product
+        on Q8_1:       acc = fma(m_w, s_x, acc)
+        K-types with minima (Q2_K, Q4_K, Q5_K):
+                       acc = fma(-float(sum over g of min[g] * sum_x[g]), dmin_w * d_x, acc)
+    y = acc + bias
+
+q_w, scale, d_w, dmin_w, min and m_w are those of `blocks.Parts`: constants such as 1/8 are part of d_w (exactly), so
+that q_w and scale are integers; sum_x[g] is the sum of q_x over the elements of min[g]. A type whose d_w spans more
+than a unit (Q1_0: 128, Q2_0: 64) uses the same d_w in each. fma rounds once. F16 and BF16 weights: the activation is
+rounded to that type, products and sums are f32 in any order; F32 weights: the same without rounding.
+"""
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.ops import blocks, ggml_types
+from dasllama_torch.ops.dequantize import dequantize, row_length
+from dasllama_torch.ops.lattices import quantize_activation, unpack_activation
+from dasllama_torch.ops.registry import define, register_backward
+
+
+def _check(op: str, x: Tensor, width: int, what: str) -> None:
+    torch._check(
+        x.is_floating_point() and x.dim() >= 1 and x.shape[-1] == width,
+        lambda: (
+            f"dasllama::{op}: {what} must be floating [..., {width}] for this qweight, found {x.dtype} {list(x.shape)}"
+        ),
+    )
+
+
+def _check_matrix(op: str, qweight: Tensor, qtype: int) -> tuple[int, int]:
+    K = row_length(op, qweight, qtype)
+    torch._check(
+        qweight.dim() == 2, lambda: f"dasllama::{op}: qweight must be [N, row_bytes], found {list(qweight.shape)}"
+    )
+    return qweight.shape[0], K
+
+
+def _check_all(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> int:
+    N, K = _check_matrix("quant_linear", qweight, qtype)
+    _check("quant_linear", x, K, "x")
+    torch._check(
+        bias is None or (bias.dtype == torch.float32 and bias.shape == (N,)),
+        lambda: f"dasllama::quant_linear: bias must be f32 [{N}], found {bias.dtype} {list(bias.shape)}",
+    )
+    return N
+
+
+def _fake(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, native: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _check_all(x, qweight, qtype, bias)))
+
+
+@define(fake=_fake)
+def quant_linear(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, native: bool) -> Tensor:
+    """x floating [..., K], qweight u8 [N, row_bytes] of type qtype, bias f32 [N] -> [..., N] in x.dtype, f32 inside.
+
+    native: round the activation to the type's lattice as ggml does; else multiply in f32 with dequantized weights.
+    """
+    N = _check_all(x, qweight, qtype, bias)
+    row = ggml_types.GGML_TYPES[qtype]
+    rows = x.reshape(-1, x.shape[-1])
+    if not native:
+        y = rows.float() @ dequantize.reference(qweight, qtype).T
+    elif row.is_float:
+        y = quantize_activation.reference(rows, row.lattice).float() @ dequantize.reference(qweight, qtype).T
+    else:
+        y = _fold(rows, qweight, row)
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], N)
+
+
+def _fold(x: Tensor, qweight: Tensor, row: ggml_types.GGMLType) -> Tensor:
+    """x [M, K] on the lattice of a packed type -> f32 [M, N], in the order given at the top of this file."""
+    M, N, K = x.shape[0], qweight.shape[0], x.shape[1]
+    w = blocks.unpack_blocks(row.id, qweight.reshape(-1, row.bytes))
+    a = unpack_activation(row.lattice, quantize_activation.reference(x, row.lattice))
+    qw = w.q if w.scale is None else w.q * w.scale.repeat_interleave(row.block // w.scale.shape[1], 1)
+    dw = w.d.view(N, -1)
+    unit = min(ggml_types.GGML_TYPES[row.lattice].block, row.block // w.d.shape[1])
+    # Integer products as f64: below 2^53, so that a matrix product of them is exact in any order.
+    qw, qx = qw.view(N, -1, unit).double(), a.q.view(M, -1, unit).double()
+    acc = x.new_zeros(M, N, dtype=torch.float32)
+    for u in range(K // unit):
+        at_w, at_x = u * dw.shape[1] * unit // K, u * a.d.shape[1] * unit // K
+        dx = a.d[:, at_x, None]
+        acc = _fma((qx[:, u] @ qw[:, u].T).float(), dw[None, :, at_w] * dx, acc)
+        if w.m is not None:
+            acc = _fma(w.m.view(N, -1)[None, :, u], a.s[:, u, None], acc)
+        if w.min is not None:
+            low = w.min.view(N, -1, w.min.shape[1])[:, u].double()
+            sums = a.sums[:, u].view(M, low.shape[1], -1).sum(-1).double()
+            acc = _fma(-(sums @ low.T).float(), w.dmin.view(N, -1)[None, :, u] * dx, acc)
+    return acc
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of f32 tensors, rounded once.
+
+    The f64 product is exact; the f64 sum is rounded to odd, which makes the second rounding to f32 harmless (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    p, c = a.double() * b.double(), c.double()
+    total = p + c
+    t = total - p
+    error = (p - (total - t)) + (c - t)  # what the sum lost, exactly (Knuth's two-sum)
+    bits = total.view(torch.int64)
+    inward = (error < 0) ^ (total < 0)  # the true sum is nearer to zero
+    lost = (error != 0) & total.isfinite()
+    odd = torch.where(lost & (bits & 1 == 0), bits + torch.where(inward, -1, 1), bits)
+    return odd.view(torch.float64).float()
+
+
+def _fake_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
+    N, K = _check_matrix("quant_linear_backward", qweight, qtype)
+    _check("quant_linear_backward", grad, N, "grad")
+    return grad.new_empty((*grad.shape[:-1], K))
+
+
+@define(fake=_fake_backward)
+def quant_linear_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
+    """Gradient of `quant_linear` with respect to x: grad [..., N] times the dequantized weight -> [..., K], f32 inside.
+
+    The rounding of the activation passes gradients straight through, so both modes have this one gradient.
+    """
+    N, K = _check_matrix("quant_linear_backward", qweight, qtype)
+    _check("quant_linear_backward", grad, N, "grad")
+    dx = grad.reshape(-1, N).float() @ dequantize.reference(qweight, qtype)
+    return dx.to(grad.dtype).view(*grad.shape[:-1], K)
+
+
+def _setup(ctx, inputs, output):
+    _, qweight, ctx.qtype, _, _ = inputs
+    ctx.save_for_backward(qweight)
+
+
+def _backward(ctx, grad):
+    (qweight,) = ctx.saved_tensors
+    dx = quant_linear_backward(grad, qweight, ctx.qtype) if ctx.needs_input_grad[0] else None
+    dbias = grad.reshape(-1, grad.shape[-1]).float().sum(0) if ctx.needs_input_grad[3] else None
+    return dx, None, None, dbias, None
+
+
+register_backward(quant_linear, _backward, _setup)
