@@ -4,6 +4,7 @@ A family's config extends `DecoderConfig`; facts that differ by layer stand in `
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.source import TensorSource
 
 MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any model; below what would exhaust memory
 
@@ -91,7 +93,10 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Facts that every decoder has, in GGUF's words; properties give the names that Hugging Face tools ask for."""
+    """Facts that every decoder has, in GGUF's words; properties give the names that Hugging Face tools ask for.
+
+    arch: `general.architecture`. n_ctx: the context that the model was made for. norm_eps: epsilon of all its RMS norms.
+    """
 
     arch: str
     n_vocab: int
@@ -99,6 +104,19 @@ class DecoderConfig:
     n_embd: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
+
+    @classmethod
+    def build(cls, md: Metadata, g: "Geometry", layers: Iterable[LayerSpec], **own):
+        """The config of md's architecture with the shared facts of `g`; own: the family's further fields."""
+        return cls(
+            arch=md.architecture,
+            n_vocab=g.n_vocab,
+            n_ctx=g.n_ctx,
+            n_embd=g.n_embd,
+            norm_eps=g.norm_eps,
+            layers=tuple(layers),
+            **own,
+        )
 
     vocab_size = property(lambda self: self.n_vocab)
     hidden_size = property(lambda self: self.n_embd)
@@ -125,9 +143,14 @@ class Geometry:
     ffn_width: tuple[int, ...]
     norm_eps: float
 
+    def layer(self, i: int, **more) -> LayerSpec:
+        """The spec of layer i; more: `rope`, `window`."""
+        heads, kv_heads, width = self.n_heads[i], self.n_kv_heads[i], self.ffn_width[i]
+        return LayerSpec(n_heads=heads, n_kv_heads=kv_heads, head_dim=self.head_dim, ffn_width=width, **more)
 
-def read_geometry(md: Metadata, n_vocab: int) -> Geometry:
-    """Read the shared keys of md's architecture. n_vocab: rows of the embedding table; a `vocab_size` key must agree.
+
+def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
+    """Read the shared keys of md's architecture; the vocabulary's size is the number of rows of `token_embd`.
 
     Raises GGUFError for a missing or impossible value, UnsupportedModel for a feature that no family here has.
     """
@@ -142,6 +165,7 @@ def read_geometry(md: Metadata, n_vocab: int) -> Geometry:
     a.expect("attention.value_length", head_dim)
     if head_dim % 2:
         raise UnsupportedModel(f"{md.origin}: head size {head_dim} is odd, wanted an even one for rotary pairs")
+    n_vocab = w.rows("token_embd.weight")
     found = a.int("vocab_size", n_vocab, min=1)
     if found != n_vocab:
         raise UnsupportedModel(f"{md.origin}: vocab_size is {found}, and the embedding table has {n_vocab} rows")

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, LayerSpec, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
 from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
-from dasllama_torch.modules.linear import Embedding, Linear
+from dasllama_torch.modules.linear import Linear
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.step import Step
@@ -22,30 +23,14 @@ IGNORED: dict[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """interleaved_rope: the file's Q and K rows hold rotary pairs next to each other."""
-
-    interleaved_rope: bool
-
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "LlamaConfig":
-        g = read_geometry(md, w.rows("token_embd.weight"))
+        g = read_geometry(md, w)
         md.arch.expect("expert_count", 0)
         md.arch.expect("attention.sliding_window", 0)
         factors = tuple(w.f32("rope_freqs.weight", g.head_dim // 2).tolist()) if w.has("rope_freqs.weight") else None
         rope = read_rope(md, g.head_dim, factors)
-        layers = tuple(
-            LayerSpec(n_heads=h, n_kv_heads=kv, head_dim=g.head_dim, ffn_width=width, rope=rope)
-            for h, kv, width in zip(g.n_heads, g.n_kv_heads, g.ffn_width, strict=True)
-        )
-        return cls(
-            arch=md.architecture,
-            n_vocab=g.n_vocab,
-            n_ctx=g.n_ctx,
-            n_embd=g.n_embd,
-            norm_eps=g.norm_eps,
-            layers=layers,
-            interleaved_rope=True,
-        )
+        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
 
 
 class LlamaAttention(nn.Module):
@@ -54,8 +39,8 @@ class LlamaAttention(nn.Module):
         spec = cfg.layers[layer]
         C, H, G, D = cfg.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.head_dim = D
-        self.q_proj = Linear(w, "attn_q", H * D, C, bias="optional", interleaved_heads=H * cfg.interleaved_rope)
-        self.k_proj = Linear(w, "attn_k", G * D, C, bias="optional", interleaved_heads=G * cfg.interleaved_rope)
+        self.q_proj = Linear(w, "attn_q", H * D, C, bias="optional", interleaved_heads=H)
+        self.k_proj = Linear(w, "attn_k", G * D, C, bias="optional", interleaved_heads=G)
         self.v_proj = Linear(w, "attn_v", G * D, C, bias="optional")
         self.o_proj = Linear(w, "attn_output", C, H * D, bias="optional")
         self.rope = Rope(spec.rope)
@@ -82,19 +67,6 @@ class LlamaDecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class LlamaModel(nn.Module):
-    def __init__(self, cfg: LlamaConfig, w: TensorSource):
-        super().__init__()
-        self.embed_tokens = Embedding(w, "token_embd", cfg.n_vocab, cfg.n_embd)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(cfg, w.layer(i), i) for i in range(len(cfg.layers)))
-        self.norm = RMSNorm(w, "output_norm", cfg.n_embd, cfg.norm_eps)
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, step)
-        return self.norm(x)
-
-
 class LlamaForCausalLM(CausalLM):
     def __init__(self, cfg: LlamaConfig, w: TensorSource):
-        super().__init__(cfg, w, LlamaModel(cfg, w))
+        super().__init__(cfg, w, Decoder(cfg, w, LlamaDecoderLayer))

@@ -30,11 +30,12 @@ def shard_name(stem: str, number: int, count: int) -> str:
 
 
 def shard_paths(path: Path) -> tuple[Path, ...]:
-    """All files of the set that `path` belongs to by its name, in order; just `path` if its name is not a shard's.
+    """All files of the set that `path` belongs to by its name, in order; just `path` if its name is not a shard's or
+    there is no such file.
 
     Raises GGUFError if the name is out of range or a sibling is missing."""
     match = _NAME.fullmatch(path.name)
-    if match is None:
+    if match is None or not os.path.isfile(path):
         return (path,)
     number, count = int(match["number"]), int(match["count"])
     if not 1 <= number <= count <= MAX_SHARDS:
@@ -64,14 +65,19 @@ def check_shards(parts: Sequence["Part"]) -> None:
                     f"{part.path}: of another model than {first.path}: key {quote(key)} is {found}, wanted {wanted}"
                 )
     total = sum(len(part.tensors) for part in parts)
-    for number, part in enumerate(parts):
-        for key, wanted in (("split.count", count), ("split.no", number), ("split.tensors.count", total)):
+    wanted_keys = [
+        ("split.count", [count] * count),
+        ("split.no", range(count)),
+        ("split.tensors.count", [total] * count),
+    ]
+    for key, wanted in wanted_keys:
+        for i, part in enumerate(parts):
             found = part.values.get(key)
-            if not isinstance(found, np.integer) or found != wanted:
+            if not isinstance(found, np.integer) or found != wanted[i]:
+                shown = "missing" if found is None else quote(str(found))
                 raise GGUFError(
-                    f"{part.path}: key '{key}' is {'missing' if found is None else quote(str(found))}, wanted {wanted}:"
-                    f" by its name this is file {number + 1} of {count} (shards are named {shard_name('<stem>', 1, 3)}"
-                    f" and so on), and {count} hold {total} tensors"
+                    f"{part.path}: key '{key}' is {shown}, wanted {wanted[i]}: by its name this is file {i + 1} of {count}"
+                    f" (shards are named {shard_name('<stem>', 1, 3)} and so on), and they hold {total} tensors"
                 )
 
 

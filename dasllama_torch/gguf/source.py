@@ -43,6 +43,8 @@ class TensorSource(ABC):
     """Tensors by GGUF name, with a record of which names were asked for. Views made by `scoped` and `layer` share
     that record."""
 
+    native = True  # whether matrices are to be multiplied on their own types' lattices, or dequantized to f32
+
     def __init__(self, origin: str):
         self.origin = origin  # for messages: the file
         self.prefix = ""
@@ -69,6 +71,13 @@ class TensorSource(ABC):
     def has(self, name: str) -> bool:
         """Whether the tensor is there. Looking is not asking: it stays in `unasked`."""
         return self.prefix + name in self.names()
+
+    def rows(self, name: str) -> int:
+        """The first dimension of a tensor, where no key tells it. Looking is not asking. GGUFError if it is missing."""
+        tensor = self._fetch(self.prefix + name, ())
+        if tensor is None:
+            raise GGUFError(f"{self.origin}: tensor {quote(self.prefix + name)} is missing{self._hint(name)}")
+        return tensor.shape[0]
 
     def get(self, name: str, *shape: int) -> PackedTensor:
         """The tensor, packed as it is held and not copied. Raises GGUFError if it is missing or its shape is not

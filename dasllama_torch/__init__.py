@@ -1,0 +1,45 @@
+"""A GGUF file as an ordinary PyTorch module graph that stays packed.
+
+    import dasllama_torch as dl
+    model = dl.load_model("model.gguf")
+    session = dl.create_session(model)
+    for token, piece in session.generate(model.encode("Once"), dl.SamplingParams(temp=0.8, top_p=0.95), max_tokens=64):
+        print(piece, end="", flush=True)
+
+Importing the package imports nothing heavy: names are looked up when they are first used.
+"""
+
+from importlib import import_module
+
+_WHERE = {
+    "load_model": "api",
+    "build_model": "api",
+    "create_session": "api",
+    "eval_batch": "api",
+    "Session": "engine.session",
+    "SamplingParams": "sampling",
+    "DasllamaError": "errors",
+    "GGUFError": "errors",
+    "UnsupportedModel": "errors",
+    "TokenizerError": "errors",
+    "OutOfPages": "errors",
+    "ContextFull": "errors",
+    "KernelError": "errors",
+    "DownloadError": "errors",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str):
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dasllama-torch")
+    if name in _WHERE:
+        return getattr(import_module(f"dasllama_torch.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return [*globals(), *__all__]

@@ -1,0 +1,103 @@
+"""The public verbs: load a model, open sessions on it, evaluate them together."""
+
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.arch import family
+from dasllama_torch.cache.memory import physical_memory
+from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.engine import session as engine_session
+from dasllama_torch.engine.session import Session
+from dasllama_torch.errors import KernelError, OutOfPages, UnsupportedModel
+from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.requantized_source import RequantizedSource
+from dasllama_torch.gguf.source import GGUFSource, TensorSource
+from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.ops import ggml_types
+from dasllama_torch.text.tokenizer import Tokenizer
+
+MODES = ("native", "fp32", "q8", "q4_0")
+DEFAULT_N_CTX = 4096
+
+# Sessions of one model and KV type share a pool, so that they can stand in one batch.
+_pools: weakref.WeakKeyDictionary[CausalLM, dict[str, KVPool]] = weakref.WeakKeyDictionary()
+
+
+def load_model(path: str | os.PathLike, mode: str = "native", device="cpu", *, strict: bool = True) -> CausalLM:
+    """Read a GGUF file (or any member of a shard set) into a module graph whose weights stay packed.
+
+    mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
+    fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
+    device: "cpu", the only one that has kernels so far; the weights stay views of the mapped file.
+    strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
+    Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
+    TokenizerError for a vocabulary of an unknown kind.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
+    if torch.device(device).type != "cpu":
+        raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
+    file = GGUFFile(path)
+    source: TensorSource = GGUFSource(file)
+    if mode in ("q8", "q4_0"):
+        source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
+    source.native = mode != "fp32"
+    return build_model(file.metadata, source, strict=strict)
+
+
+def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True) -> CausalLM:
+    """The module graph of any metadata and any source of tensors; `strict` and errors as in `load_model`."""
+    parts = family(metadata.architecture, metadata.origin)
+    config = parts.config.from_gguf(metadata, source)
+    model = parts.model(config, source)
+    left = [f"tensor {name!r}" for name in source.unasked() if name not in parts.ignored]
+    left += [f"key {key!r}" for key in metadata.arch.unread() if key not in parts.ignored]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        text = f"{metadata.origin}: architecture {metadata.architecture!r} does not use {shown}"
+        if strict:
+            raise UnsupportedModel(f"{text}; running without could give wrong results (strict=False loads it anyway)")
+        warnings.warn(text, stacklevel=3)
+    model.metadata = metadata
+    model.tokenizer = Tokenizer.from_metadata(metadata)
+    return model.eval()
+
+
+def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = None) -> Session:
+    """A new stream over the model, empty.
+
+    kv_dtype: "f16" (the default) or "f32", how keys and values are kept. n_ctx: the most tokens it may hold; by default
+    the model's own context, at most 4,096. Memory is taken page by page as tokens come.
+    """
+    n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
+    if n_ctx < 1:
+        raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
+    return Session(model, _pool(model, kv_dtype, n_ctx), n_ctx)
+
+
+def eval_batch(
+    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+) -> list[Tensor | None]:
+    return engine_session.eval_batch(sessions, ids, logits)
+
+
+eval_batch.__doc__ = engine_session.eval_batch.__doc__
+
+
+def _pool(model: CausalLM, kv_dtype: str, n_ctx: int) -> KVPool:
+    pools = _pools.setdefault(model, {})
+    if kv_dtype not in pools:
+        layers = [layer.cache for layer in model.config.layers]
+        device = model.model.embed_tokens.qweight.device
+        pools[kv_dtype] = KVPool.sized(layers, kv_dtype, physical_memory(), device)
+    pool = pools[kv_dtype]
+    if n_ctx > pool.pages.capacity * pool.page_rows:
+        held = pool.pages.capacity * pool.page_rows
+        raise OutOfPages(f"n_ctx is {n_ctx}, and this machine's memory holds {held} tokens of {kv_dtype} cache")
+    return pool

@@ -1,0 +1,1 @@
+"""Sessions and the runner that turns them into Steps."""

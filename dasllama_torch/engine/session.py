@@ -1,0 +1,164 @@
+"""Session: one stream of tokens over a model."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dasllama_torch import sampling
+from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.engine import runner
+from dasllama_torch.errors import ContextFull, DasllamaError
+from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.sampling import SamplingParams
+from dasllama_torch.text.detokenizer import StreamingDetokenizer
+
+DEFAULT_SEED = 0  # of a new session, so that runs repeat
+
+
+@dataclass
+class Stats:
+    """Of the last `generate`. Times in seconds, rates in tokens per second.
+
+    n_prompt: tokens evaluated before the first new one. n_generated: tokens yielded. prefill_s: time to evaluate the
+    prompt. ttft_s: time to the first token. decode_s: from the first token to the last. stop: why it ended: "eog", "length",
+    "context", or "caller" (and while it runs).
+    """
+
+    n_prompt: int = 0
+    n_generated: int = 0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    stop: str = "caller"
+
+    @property
+    def prefill_tps(self) -> float:
+        return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        return (self.n_generated - 1) / self.decode_s if self.decode_s else 0.0
+
+
+class Session:
+    """One stream over a model: its tokens, its pages in a pool, its random generator.
+
+    tokens: the ids evaluated; n_past: how many. logits: f32 [V] after the last of them, None before any.
+    pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
+    n_ctx: the most it may hold; more raises ContextFull. stats: of the last `generate`. Pages go back to the pool with
+    `close`, at the end of a `with` block, or when the session is collected. Not thread-safe.
+    """
+
+    def __init__(self, model: CausalLM, pool: KVPool, n_ctx: int):
+        self.model, self.pool, self.n_ctx = model, pool, n_ctx
+        self.tokens: list[int] = []
+        self.pending: list[int] = []
+        self.pages: list[int] = []
+        self.logits: Tensor | None = None
+        self.stats = Stats()
+        self._generator = torch.Generator().manual_seed(DEFAULT_SEED)
+        self._closed = False
+
+    @property
+    def n_past(self) -> int:
+        return len(self.tokens)
+
+    def eval(self, ids: Sequence[int], logits: str | None = "last") -> Tensor | None:
+        """Evaluate ids at the end of the session and advance it; none are needed if a token is pending.
+
+        logits: "last" returns f32 [V] of the last position, "all" f32 [len(ids), V], None returns nothing and skips the
+        head. Raises ContextFull or OutOfPages, leaving the session as it was.
+        """
+        return eval_batch([self], [ids], logits)[0]
+
+    def set_seed(self, seed: int) -> None:
+        """Start the session's random numbers anew."""
+        self._generator.manual_seed(seed)
+
+    def sample(self, params: SamplingParams | None = None) -> int:
+        """Draw a token from the logits after all tokens so far; it is not evaluated."""
+        if self.pending:
+            self.eval([])
+        if self.logits is None:
+            raise DasllamaError("the session has no logits to sample from: eval something first")
+        return sampling.sample(self.logits, self.tokens, params or SamplingParams(), self._generator)
+
+    def generate(
+        self, ids: Sequence[int] = (), params: SamplingParams | None = None, max_tokens: int | None = None
+    ) -> Iterator[tuple[int | None, str]]:
+        """Evaluate ids, then yield (token id, text) until an end-of-generation token, max_tokens or the context's end.
+
+        An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
+        follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
+        while a character is incomplete; one that stays so is closed by a last pair (None, "\ufffd"). Without a vocabulary
+        the text is empty. Raises ContextFull if the ids do not fit.
+        """
+        params = params or SamplingParams()
+        if params.seed is not None:
+            self.set_seed(params.seed)
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens is {max_tokens}, wanted 0 or more")
+        self.stats = stats = Stats(n_prompt=len(self.pending) + len(ids))
+        tokenizer = self.model.tokenizer
+        has_text = tokenizer is not None and tokenizer.has_vocab
+        stop_ids = tokenizer.eog_ids if has_text else frozenset()
+        text = StreamingDetokenizer(tokenizer) if has_text else None
+        start = time.perf_counter()
+        if len(ids) or self.pending:
+            self.eval(ids)
+        stats.prefill_s = time.perf_counter() - start
+        stats.stop = "length"
+        first = None
+        while max_tokens is None or stats.n_generated < max_tokens:
+            if self.n_past + len(self.pending) > self.n_ctx:
+                stats.stop = "context"
+                break
+            token = self.sample(params)
+            now = time.perf_counter()
+            if first is None:
+                first, stats.ttft_s = now, now - start
+            if token in stop_ids:
+                stats.stop = "eog"
+                break
+            stats.n_generated += 1
+            stats.decode_s = now - first
+            self.pending = [token]
+            stats.stop = "caller"  # unless this loop goes on
+            yield token, text.feed(token) if text else ""
+            stats.stop = "length"
+        tail = text.finish() if text else ""
+        if tail:
+            yield None, tail
+
+    def close(self) -> None:
+        """Give the pages back. A closed session cannot be used again."""
+        if not self._closed:
+            self._closed = True
+            self.pool.pages.give_back(self.pages)
+            self.pages = []
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+
+def eval_batch(
+    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+) -> list[Tensor | None]:
+    """Evaluate ids[i] at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged batch.
+
+    The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that the
+    session would have had alone.
+    """
+    for session in sessions:
+        if session._closed:
+            raise DasllamaError("the session is closed")
+    return runner.run(sessions, ids, logits)
