@@ -133,12 +133,17 @@ static float* aligned_to_line(float* p) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
 }
 
+// Column k of weight row n, where k is the first of a block: k / K of the row's bytes come before it.
+static const uint8_t* row_at(const uint8_t* w, int64_t row_bytes, int64_t K, int64_t n, int64_t k) {
+  return w + n * row_bytes + (k ? row_bytes * k / K : 0);
+}
+
 static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
-  const bool f32 = p.qtype == DASLLAMA_F32;
+  const bool f32 = p.qtype == types::F32;
   if (p.M <= kTileM) {
     if (f32) return float_stream<float>(p, begin, end);
-    if (p.qtype == DASLLAMA_F16) return float_stream<Half>(p, begin, end);
-    if (p.qtype == DASLLAMA_BF16) return float_stream<Bfloat>(p, begin, end);
+    if (p.qtype == types::F16) return float_stream<Half>(p, begin, end);
+    if (p.qtype == types::BF16) return float_stream<Bfloat>(p, begin, end);
   }
   static thread_local std::vector<float> scratch, parked;
   const int64_t strip = p.M <= kTileM ? 4 : kStrip;
@@ -153,10 +158,8 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
         const float* w = reinterpret_cast<const float*>(p.w + n * p.row_bytes) + k;
         if (!f32) {
           w = strip_rows;
-          // k is a multiple of the block, so k / K of the row's bytes come before it
           for (int64_t i = 0; i < columns; i++)
-            dequantize_row(p.qtype, p.w + (n + i) * p.row_bytes + (k ? p.row_bytes * k / p.K : 0), depth,
-                           strip_rows + i * kScratchStride);
+            dequantize_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, strip_rows + i * kScratchStride);
         }
         float_piece<float>({p.x + m * p.x_stride + k, p.x_stride, w, f32 ? p.K : kScratchStride, columns, depth, k == 0,
                             k + depth >= p.K, park ? aligned_to_line(parked.data()) : nullptr, p.bias ? p.bias + n : nullptr,
