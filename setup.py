@@ -1,9 +1,13 @@
 """Builds the CPU kernels: one shared library on the LibTorch stable ABI, bound to no Python and no torch version."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+subprocess.run([sys.executable, "ops/csrc/generate_header.py"], check=True)
 
 SOURCES = sorted(str(path) for path in Path("ops/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("ops/csrc").rglob(pattern))
