@@ -1,0 +1,36 @@
+"""Rows of a packed table, dequantized."""
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.ops.dequantize import dequantize, row_length
+from dasllama_torch.ops.registry import define
+
+
+def _check(ids: Tensor, qweight: Tensor, qtype: int) -> int:
+    C = row_length("embedding", qweight, qtype)
+    torch._check(
+        qweight.dim() == 2, lambda: f"dasllama::embedding: qweight must be [V, row_bytes], found {list(qweight.shape)}"
+    )
+    torch._check(
+        ids.dtype in (torch.int64, torch.int32),
+        lambda: f"dasllama::embedding: ids must be int64 or int32, found {ids.dtype}",
+    )
+    return C
+
+
+def _fake(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
+    return ids.new_empty((*ids.shape, _check(ids, qweight, qtype)), dtype=torch.float32)
+
+
+@define(fake=_fake)
+def embedding(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
+    """ids int64 or int32 [...], qweight u8 [V, row_bytes] of type qtype -> f32 [..., C]: dequantized rows times scale.
+
+    The product is one f32 multiplication; scale 1.0 leaves rows exact. An id outside [0, V) raises.
+    """
+    C = _check(ids, qweight, qtype)
+    V, flat = qweight.shape[0], ids.reshape(-1).long()
+    for bad in flat[(flat < 0) | (flat >= V)][:1].tolist():
+        raise RuntimeError(f"dasllama::embedding: id {bad} is outside the table of {V} rows")
+    return (dequantize.reference(qweight[flat], qtype) * scale).view(*ids.shape, C)
