@@ -9,6 +9,29 @@
 
 namespace dasllama {
 
+// y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype.
+struct FloatMatmul {
+  const float* x;
+  int64_t x_stride;
+  const uint8_t* w;
+  int64_t row_bytes;
+  int qtype;
+  const float* bias;  // [N] or null
+  float* y;
+  int64_t y_stride;
+  int64_t M, K;
+};
+
+// dx[m, k] = sum over n of grad[m, n] * w[n, k]: contiguous f32, w packed rows of type qtype.
+struct FloatMatmulBackward {
+  const float* grad;
+  const uint8_t* w;
+  int64_t row_bytes;
+  int qtype;
+  float* dx;
+  int64_t M, N, K;
+};
+
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512vnni"
 
@@ -17,6 +40,13 @@ struct Kernels {
                    int64_t begin, int64_t end);
   void (*rms_norm_backward)(const float* grad, const float* x, const float* weight, float eps, int64_t C, float* dx,
                             int64_t begin, int64_t end);
+
+  // Weight rows [begin, end).
+  void (*matmul_float)(const FloatMatmul& p, int64_t begin, int64_t end);
+  // Columns [begin, end) of dx; begin is a multiple of the type's block, and end too unless it is K.
+  void (*matmul_float_backward)(const FloatMatmulBackward& p, int64_t begin, int64_t end);
+  // y[i] = x[i] rounded to qtype, one of F32, F16 and BF16, for i in [begin, end); y may be x.
+  void (*round_floats)(int qtype, const float* x, float* y, int64_t begin, int64_t end);
 };
 
 // The table in force: the best one that this processor runs, or the one that dasllama_set_isa asked for.

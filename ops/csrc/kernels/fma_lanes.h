@@ -3,6 +3,7 @@
 // A fused multiply-add rounds once, so the libm call of the plain build, FMA3 and AVX-512 give the same bits. GCC splits
 // its 64-byte vector type badly where registers have 32 bytes; therefore a struct of what the machine has.
 #pragma once
+#include "../half.h"
 #include "lanes.h"
 
 #if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
@@ -37,6 +38,9 @@ DASLLAMA_INLINE Lanes load_lanes(const Bfloat* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+DASLLAMA_INLINE Lanes round_to_half(Lanes a) {
+  return {_mm512_cvtph_ps(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+}
 DASLLAMA_INLINE void store_lanes(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
 DASLLAMA_INLINE Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 
@@ -61,6 +65,10 @@ template <class W>
 DASLLAMA_INLINE Lanes load_lanes(const W* p) {
   return {load_eight(p), load_eight(p + 8)};
 }
+DASLLAMA_INLINE __m256 round_eight(__m256 a) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DASLLAMA_INLINE Lanes round_to_half(Lanes a) { return {round_eight(a.lo), round_eight(a.hi)}; }
 DASLLAMA_INLINE void store_lanes(float* p, Lanes a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
@@ -76,26 +84,8 @@ struct Lanes {
 };
 
 DASLLAMA_INLINE float widen(float f) { return f; }
-DASLLAMA_INLINE float widen(Bfloat b) {
-  const uint32_t bits = static_cast<uint32_t>(b.bits) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-DASLLAMA_INLINE float widen(Half h) {
-  // Exponent and mantissa moved to their f32 places; the product with 2^112 repairs the exponent's bias, also of
-  // subnormals. Infinity and NaN (exponent 31) get the f32 exponent 255.
-  const uint32_t magnitude = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
-  float f;
-  std::memcpy(&f, &magnitude, 4);
-  f *= 0x1p112f;
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  if ((h.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000;
-  bits |= static_cast<uint32_t>(h.bits & 0x8000) << 16;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
+DASLLAMA_INLINE float widen(Half h) { return dasllama::f16_to_f32(h.bits); }
+DASLLAMA_INLINE float widen(Bfloat b) { return dasllama::bf16_to_f32(b.bits); }
 
 DASLLAMA_INLINE Lanes splat_lanes(float f) {
   Lanes a;
@@ -109,6 +99,10 @@ DASLLAMA_INLINE Lanes load_lanes(const W* p) {
   std::memcpy(raw, p, sizeof raw);
   Lanes a;
   for (int i = 0; i < 16; i++) a.v[i] = widen(raw[i]);
+  return a;
+}
+DASLLAMA_INLINE Lanes round_to_half(Lanes a) {
+  for (float& v : a.v) v = dasllama::f16_to_f32(dasllama::f32_to_f16(v));
   return a;
 }
 DASLLAMA_INLINE void store_lanes(float* p, Lanes a) { std::memcpy(p, a.v, sizeof a.v); }

@@ -1,5 +1,6 @@
 // AVX2 + FMA + F16C. The pragma gives every function below these targets; the file itself is built without -m flags.
 #if defined(__x86_64__)
+#define DASLLAMA_ISA_AVX2  // GCC before 13 keeps __AVX2__ undefined under the pragma in C++
 #include <immintrin.h>
 
 #include "../kernels.h"
@@ -10,6 +11,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward};
+const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, matmul_float, matmul_float_backward, round_floats};
 }  // namespace dasllama
 #endif

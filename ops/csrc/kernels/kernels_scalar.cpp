@@ -4,5 +4,5 @@
 
 namespace dasllama {
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward};
+const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, matmul_float, matmul_float_backward, round_floats};
 }  // namespace dasllama

@@ -167,3 +167,15 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
                            std::min(kParkedRows, p.M - m));
       }
 }
+
+static void round_floats(int qtype, const float* x, float* y, int64_t begin, int64_t end) {
+  if (qtype == types::F16) {
+    int64_t i = begin;
+    for (; i + 16 <= end; i += 16) store_lanes(y + i, round_to_half(load_lanes(x + i)));
+    for (; i < end; i++) y[i] = f16_to_f32(f32_to_f16(x[i]));
+  } else if (qtype == types::BF16) {
+    for (int64_t i = begin; i < end; i++) y[i] = bf16_to_f32(f32_to_bf16(x[i]));
+  } else {
+    std::copy(x + begin, x + end, y + begin);
+  }
+}
