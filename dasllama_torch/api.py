@@ -13,7 +13,7 @@ from dasllama_torch.cache.memory import physical_memory
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.session import Session
-from dasllama_torch.errors import KernelError, OutOfPages, UnsupportedModel
+from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.requantized_source import RequantizedSource
@@ -66,6 +66,11 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
         warnings.warn(text, stacklevel=3)
     model.metadata = metadata
     model.tokenizer = Tokenizer.from_metadata(metadata)
+    if model.tokenizer.has_vocab and len(model.tokenizer) != config.n_vocab:
+        raise GGUFError(
+            f"{metadata.origin}: the vocabulary has {len(model.tokenizer)} tokens, and the embedding table "
+            f"{config.n_vocab} rows"
+        )
     return model.eval()
 
 

@@ -1,6 +1,7 @@
 """What a model is, worked out once from its metadata: frozen dataclasses that modules, caches and the engine read.
 
-A family's config extends `DecoderConfig`; facts that differ by layer stand in `layers`, and nothing later derives them anew.
+A family's config extends `DecoderConfig`; facts that differ by layer stand in `layers`, and nothing later derives them
+anew.
 """
 
 import math
@@ -19,7 +20,9 @@ MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any mod
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies below `low` rotations are interpolated, above `high` kept."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies below `low` rotations are interpolated, above `high`
+    kept.
+    """
 
     factor: float
     original_context: int
@@ -95,7 +98,8 @@ class CacheSpec:
 class DecoderConfig:
     """Facts that every decoder has, in GGUF's words; properties give the names that Hugging Face tools ask for.
 
-    arch: `general.architecture`. n_ctx: the context that the model was made for. norm_eps: epsilon of all its RMS norms.
+    arch: `general.architecture`. n_ctx: the context that the model was made for. norm_eps: epsilon of all its RMS
+    norms.
     """
 
     arch: str

@@ -18,7 +18,8 @@ class SamplingParams:
     top_p: the smallest set of most likely candidates whose probabilities reach it; 1 keeps all.
     min_p: candidates at least this fraction as likely as the likeliest; 0 keeps all.
     repetition_penalty: logits of tokens seen are divided by it if positive, multiplied if negative (Keskar et al. 2019,
-    arXiv:1909.05858); 1 is none. presence_penalty: subtracted once from tokens seen; frequency_penalty: once per occurrence.
+    arXiv:1909.05858); 1 is none. presence_penalty: subtracted once from tokens seen; frequency_penalty: once per
+    occurrence.
     penalty_last_n: how many of the session's last tokens, prompt included, count as seen; 0: none, -1: all.
     seed: reseeds the session's generator at the start of `generate`; None goes on with its state.
     Raises ValueError for a value outside its range.

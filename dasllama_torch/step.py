@@ -1,8 +1,8 @@
 """Step: what one forward may know about its batch.
 
-Tokens of all sequences form one ragged batch of T rows. Prefill, decode, several sessions, several prompts' chunks in one
-window, a padded HF-style batch: one code path, told apart only by the tensors below. A row with `row_seq` -1 is inert: it
-writes nothing, is attended by nothing and yields zeros; it stands for padding.
+Tokens of all sequences form one ragged batch of T rows. Prefill, decode, several sessions, several prompts' chunks in
+one window, a padded HF-style batch: one code path, told apart only by the tensors below. A row with `row_seq` -1 is
+inert: it writes nothing, is attended by nothing and yields zeros; it stands for padding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Step:
         """The step of an HF-style batch without a cache: input [batch, length], left or right padding.
 
         attention_mask: [batch, length], 0 marks padding; None: no padding.
-        position_ids: [batch, length] or [1, length] rotary positions; None: 0 ... length-1 whatever the padding, as in HF.
+        position_ids: [batch, length] or [1, length] rotary positions; None: 0 ... length-1 whatever the padding, as in
+        HF.
         """
         index = torch.arange(length, device=device).expand(batch, length)
         sequence = torch.arange(batch, device=device).unsqueeze(1).expand(batch, length)
@@ -65,7 +66,9 @@ class Step:
         )
 
     def rope_tables(self, key: str, spec: RopeSpec, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, f32 [T, spec.dim / 2], of a table: computed by the first layer that asks, then shared by `key`."""
+        """cos and sin, f32 [T, spec.dim / 2], of a table: computed by the first layer that asks, then shared by
+        `key`.
+        """
         if key not in self._tables:
             self._tables[key] = rope_tables(self.positions, inv_freq, spec.attention_factor)
         return self._tables[key]

@@ -1,4 +1,6 @@
-"""Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is missing."""
+"""Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is
+missing.
+"""
 
 from pathlib import Path
 

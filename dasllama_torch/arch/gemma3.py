@@ -1,4 +1,5 @@
-"""Gemma 3 (text): local and global layers 5:1, per-head QK norm, GeGLU, norms before and after each part, scaled embeddings.
+"""Gemma 3 (text): local and global layers 5:1, per-head QK norm, GeGLU, norms before and after each part, scaled
+embeddings.
 Source: Gemma 3 technical report, arXiv:2503.19786; GGUF arch `gemma3`, whose norm weights already contain the +1.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 

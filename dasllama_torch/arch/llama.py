@@ -1,6 +1,6 @@
 """Llama: grouped-query attention, rotary positions, SwiGLU, pre-norm. Also Mistral, SmolLM2, TinyLlama.
-Source: Touvron et al. 2023, arXiv:2302.13971; GGUF arch `llama`, whose Q and K rows hold rotary pairs next to each other.
-T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim, V vocab."""
+Source: Touvron et al. 2023, arXiv:2302.13971; GGUF arch `llama`, whose Q and K rows hold rotary pairs next to each
+other. T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim, V vocab."""
 
 from dataclasses import dataclass
 

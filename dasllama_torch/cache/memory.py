@@ -19,7 +19,11 @@ def reserve(nbytes: int) -> Tensor:
     if sys.platform == "win32":  # committed lazily too, but counted against the commit limit
         mapping = mmap.mmap(-1, nbytes)
     else:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+        flags = (
+            mmap.MAP_PRIVATE
+            | mmap.MAP_ANONYMOUS
+            | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+        )
         try:
             mapping = mmap.mmap(-1, nbytes, flags=flags)
         except (OSError, OverflowError) as error:

@@ -23,8 +23,8 @@ class PagedKV:
 class KVPool:
     """Pages of `page_rows` tokens. A page number stands for that page of every layer, K and V.
 
-    layers: what each layer keeps. kv_dtype: "f16" (stores clamp to +-65504) or "f32". n_pages: the most it may hold; on the
-    CPU a page costs memory only once it has been written. `pool[i]` is the cache of layer i. Not thread-safe.
+    layers: what each layer keeps. kv_dtype: "f16" (stores clamp to +-65504) or "f32". n_pages: the most it may hold;
+    on the CPU a page costs memory only once it has been written. `pool[i]` is the cache of layer i. Not thread-safe.
     """
 
     def __init__(self, layers: list[CacheSpec], kv_dtype: str, n_pages: int, device, page_rows: int = 64):

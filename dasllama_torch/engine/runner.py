@@ -20,8 +20,9 @@ LOGITS = ("last", "all", None)
 def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str | None) -> list[Tensor | None]:
     """Evaluate ids[i] at the end of sessions[i], for sessions of one model and one pool, in ragged batches.
 
-    logits: "last" gives f32 [V] per session, "all" f32 [len(ids[i]), V], None nothing. A session's result does not depend
-    on the others. Pages are taken before anything is evaluated: ContextFull and OutOfPages leave every session as it was.
+    logits: "last" gives f32 [V] per session, "all" f32 [len(ids[i]), V], None nothing. A session's result does not
+    depend on the others. Pages are taken before anything is evaluated: ContextFull and OutOfPages leave every session
+    as it was.
     """
     if logits not in LOGITS:
         raise ValueError(f"logits={logits!r}, wanted one of {', '.join(map(repr, LOGITS))}")
@@ -60,15 +61,14 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
                 raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
         if session.n_past + len(tokens) > session.n_ctx:
             raise ContextFull(
-                f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context of {session.n_ctx}"
+                f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context of "
+                f"{session.n_ctx}"
             )
 
 
 def _take_pages(sessions: list["Session"], ids: list[list[int]]) -> None:
     rows = sessions[0].pool.page_rows
-    wanted = [
-        -(-(s.n_past + len(tokens)) // rows) - len(s.pages) for s, tokens in zip(sessions, ids, strict=True)
-    ]
+    wanted = [-(-(s.n_past + len(tokens)) // rows) - len(s.pages) for s, tokens in zip(sessions, ids, strict=True)]
     pages = sessions[0].pool.pages.take(sum(wanted))  # all or nothing
     for session, n in zip(sessions, wanted, strict=True):
         session.pages.extend(pages[:n])

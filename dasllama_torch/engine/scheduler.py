@@ -15,7 +15,9 @@ class Chunk:
 
 
 def plan_windows(lengths: Sequence[int], max_rows: int) -> list[list[Chunk]]:
-    """Cut sequences of new tokens into windows of at most max_rows rows, in order, filling each window before the next."""
+    """Cut sequences of new tokens into windows of at most max_rows rows, in order, filling each window before the
+    next.
+    """
     windows: list[list[Chunk]] = []
     room = 0
     for index, length in enumerate(lengths):

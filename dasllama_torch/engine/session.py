@@ -10,7 +10,7 @@ from torch import Tensor
 from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.engine import runner
-from dasllama_torch.errors import ContextFull, DasllamaError
+from dasllama_torch.errors import DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
@@ -23,8 +23,8 @@ class Stats:
     """Of the last `generate`. Times in seconds, rates in tokens per second.
 
     n_prompt: tokens evaluated before the first new one. n_generated: tokens yielded. prefill_s: time to evaluate the
-    prompt. ttft_s: time to the first token. decode_s: from the first token to the last. stop: why it ended: "eog", "length",
-    "context", or "caller" (and while it runs).
+    prompt. ttft_s: time to the first token. decode_s: from the first token to the last. stop: why it ended: "eog",
+    "length", "context", or "caller" (and while it runs).
     """
 
     n_prompt: int = 0
@@ -93,8 +93,8 @@ class Session:
 
         An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
         follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
-        while a character is incomplete; one that stays so is closed by a last pair (None, "\ufffd"). Without a vocabulary
-        the text is empty. Raises ContextFull if the ids do not fit.
+        while a character is incomplete; one that stays so is closed by a last pair (None, "\ufffd"). Without a
+        vocabulary the text is empty. Raises ContextFull if the ids do not fit.
         """
         params = params or SamplingParams()
         if params.seed is not None:
@@ -155,8 +155,8 @@ def eval_batch(
 ) -> list[Tensor | None]:
     """Evaluate ids[i] at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged batch.
 
-    The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that the
-    session would have had alone.
+    The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that
+    the session would have had alone.
     """
     for session in sessions:
         if session._closed:

@@ -187,7 +187,7 @@ class Metadata(Mapping[str, Any]):
             raise self._wrong(key, value, f"{length} elements")
 
     def _describe(self, key, value) -> builtins.str:
-        shown = quote(value) if _is_str(value) else value if np.isscalar(value) else ""
+        shown = quote(value) if _is_str(value) else str(value) if np.isscalar(value) else ""
         return f"key {quote(self._prefix + key)} is {_type_name(value)} {shown}".rstrip()
 
     def _wrong(self, key, value, wanted) -> GGUFError:

@@ -76,8 +76,8 @@ def check_shards(parts: Sequence["Part"]) -> None:
             if not isinstance(found, np.integer) or found != wanted[i]:
                 shown = "missing" if found is None else quote(str(found))
                 raise GGUFError(
-                    f"{part.path}: key '{key}' is {shown}, wanted {wanted[i]}: by its name this is file {i + 1} of {count}"
-                    f" (shards are named {shard_name('<stem>', 1, 3)} and so on), and they hold {total} tensors"
+                    f"{part.path}: key '{key}' is {shown}, wanted {wanted[i]}: by its name this is file {i + 1} of"
+                    f" {count} (shards are named {shard_name('<stem>', 1, 3)} and so on), and they hold {total} tensors"
                 )
 
 

@@ -79,19 +79,24 @@ def write_shards(
 def _typed(path, key: str, value: Any) -> tuple[Any, GGUFValueType] | tuple[Any, GGUFValueType, GGUFValueType]:
     """The value as the writer takes it, its type and, for an array, its elements' type."""
     if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape"), GGUFValueType.STRING
-    if isinstance(value, StringArray | list | tuple | np.ndarray) and len(value):
-        if all(isinstance(v, str) for v in value):
-            return [v.encode("utf-8", "surrogateescape") for v in value], GGUFValueType.ARRAY, GGUFValueType.STRING
-        array = _narrowest(value) if not isinstance(value, np.ndarray) else value
-        if array.ndim == 1 and array.dtype in _VALUE_TYPES:
-            return array.tolist(), GGUFValueType.ARRAY, _VALUE_TYPES[array.dtype]
-    elif isinstance(value, bool | int | float | np.generic):
-        scalar = value if isinstance(value, np.generic) else _narrowest([value])[0]
-        if scalar.dtype in _VALUE_TYPES:
-            return scalar.item(), _VALUE_TYPES[scalar.dtype]
+        return _encode(value), GGUFValueType.STRING
+    listed = isinstance(value, StringArray | list | tuple)
+    if listed and len(value) and all(isinstance(v, str) for v in value):
+        return list(map(_encode, value)), GGUFValueType.ARRAY, GGUFValueType.STRING
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+    else:
+        array = _narrowest(value) if listed else _narrowest([value]).reshape(())
+    kind = _VALUE_TYPES.get(array.dtype)
+    if kind is not None and array.size and array.ndim <= 1:
+        return (array.tolist(), GGUFValueType.ARRAY, kind) if array.ndim else (array.item(), kind)
     wanted = "a number, bool, string or a non-empty array of one of them"
     raise GGUFError(f"{path}: key {quote(key)} is {type(value).__name__} {quote(repr(value))}, wanted {wanted}")
+
+
+def _encode(text: str) -> bytes:
+    """The inverse of `values.decode`."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _narrowest(values: StringArray | list | tuple) -> np.ndarray:

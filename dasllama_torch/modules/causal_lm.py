@@ -47,14 +47,18 @@ class CausalLM(nn.Module):
     ) -> CausalLMOutput:
         """Logits of ids [B, T] or embeddings [B, T, C].
 
-        attention_mask [B, T]: 0 marks padding, on either side. position_ids [B, T]: rotary positions, 0 ... T-1 if absent.
-        logits_to_keep: logits of the last n positions only; 0 keeps all. step: the engine's, in place of all the former.
+        attention_mask [B, T]: 0 marks padding, on either side. position_ids [B, T]: rotary positions, 0 ... T-1 if
+        absent.
+        logits_to_keep: logits of the last n positions only; 0 keeps all. step: the engine's, in place of all the
+        former.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("wanted either input_ids or inputs_embeds")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.dim() != 3:
-            raise ValueError(f"wanted ids [B, T] or embeddings [B, T, C], found rank {x.dim() - (inputs_embeds is None)}")
+            raise ValueError(
+                f"wanted ids [B, T] or embeddings [B, T, C], found rank {x.dim() - (inputs_embeds is None)}"
+            )
         if step is None:
             step = Step.padded(x.shape[0], x.shape[1], attention_mask, position_ids, x.device)
         hidden = self.model(x, step)

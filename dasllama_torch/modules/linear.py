@@ -14,7 +14,8 @@ from dasllama_torch.ops.quant_linear import quant_linear
 class Packed(Module):
     """A matrix [N, K] in a ggml type.
 
-    qweight: uint8 [N, row_bytes], a view of the mapped file where possible. qtype: ggml type id. gguf_name: its name there.
+    qweight: uint8 [N, row_bytes], a view of the mapped file where possible. qtype: ggml type id. gguf_name: its name
+    there.
     """
 
     def __init__(self, w: TensorSource, name: str, n: int, k: int):
@@ -38,7 +39,8 @@ class Linear(Packed):
     """y = x W^T + b. x [..., K] -> [..., N] in x's dtype, sums in f32.
 
     interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other; the rows are
-    brought to half-split order at load, as whole packed rows. bias: "yes", "no" or "optional" (taken if the file has one).
+    brought to half-split order at load, as whole packed rows. bias: "yes", "no" or "optional" (taken if the file has
+    one).
     """
 
     def __init__(self, w: TensorSource, name: str, n: int, k: int, *, bias: str = "no", interleaved_heads: int = 0):
@@ -58,7 +60,9 @@ class Linear(Packed):
 
 
 def half_split_order(n: int, heads: int) -> Tensor:
-    """Row indices that take interleaved rotary pairs (0, 1), (2, 3), ... of each head to halves (0, 2, ...), (1, 3, ...)."""
+    """Row indices that take interleaved rotary pairs (0, 1), (2, 3), ... of each head to halves (0, 2, ...), (1, 3,
+    ...).
+    """
     return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 

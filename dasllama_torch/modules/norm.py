@@ -8,7 +8,9 @@ from dasllama_torch.ops.rms_norm import rms_norm
 
 
 class RMSNorm(Module):
-    """x / rms(x) * weight over the last dim. weight f32 [C] as the file holds it: gemma files already contain the +1."""
+    """x / rms(x) * weight over the last dim. weight f32 [C] as the file holds it: gemma files already contain the
+    +1.
+    """
 
     def __init__(self, w: TensorSource, name: str, n: int, eps: float):
         super().__init__()

@@ -9,7 +9,9 @@ from dasllama_torch.step import Step
 
 
 class Rope(Module):
-    """Rotates the first `spec.dim` dims of every head. x [..., H, D] -> the same shape. Tables: once per Step and spec."""
+    """Rotates the first `spec.dim` dims of every head. x [..., H, D] -> the same shape. Tables: once per Step and
+    spec.
+    """
 
     def __init__(self, spec: RopeSpec):
         super().__init__()

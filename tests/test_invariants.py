@@ -1,0 +1,98 @@
+"""However the tokens are cut into steps, whoever else is in the batch, however many threads: the same results.
+
+Bitwise in native mode on the CPU, to a stated tolerance in fp32 mode.
+"""
+
+import numpy as np
+import pytest
+import torch
+from tolerances import FP32_LOGITS
+
+import dasllama_torch as dl
+
+TINY = ["llama", "llama_rope3", "qwen2_yarn", "gemma3"]
+QUANT = ["q4_1", "q5_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "iq2_xs", "mxfp4", "bf16", "nvfp4", "tq1_0"]
+
+
+@pytest.fixture(params=[f"tiny/{name}" for name in TINY] + [f"quant/llama-{name}" for name in QUANT])
+def path(request, oracle):
+    return oracle / f"{request.param}.gguf"
+
+
+@pytest.fixture(params=["native", "fp32"])
+def mode(request):
+    return request.param
+
+
+def text(seed, n, n_vocab=256):
+    return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+
+
+def whole(model, ids, kv_dtype):
+    with dl.create_session(model, kv_dtype) as session:
+        return session.eval(ids, logits="all")
+
+
+def in_chunks(model, ids, size, kv_dtype):
+    with dl.create_session(model, kv_dtype) as session:
+        return torch.cat([session.eval(ids[i : i + size], logits="all") for i in range(0, len(ids), size)])
+
+
+def assert_same(found, wanted, mode):
+    if mode == "native":
+        assert torch.equal(found, wanted)
+    else:
+        assert (found - wanted).abs().max() <= FP32_LOGITS * wanted.std()
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+def test_chunked_prefill(path, mode, kv_dtype):
+    model = dl.load_model(path, mode=mode)
+    ids = text(1, 131)  # crosses pages, windows and original contexts
+    wanted = whole(model, ids, kv_dtype)
+    for size in (1, 3, 64):
+        assert_same(in_chunks(model, ids, size, kv_dtype), wanted, mode)
+
+
+def test_ragged_batch(path, mode):
+    model = dl.load_model(path, mode=mode)
+    first, second, third = text(2, 77), text(3, 5), text(4, 150)
+    wanted = [whole(model, ids, "f16") for ids in (first, second, third)]
+    sessions = [dl.create_session(model) for _ in range(3)]
+    # Prefill and decode rows mixed, sessions at different positions, rows of one session next to another's.
+    cuts = [(0, 70, 77), (0, 4, 5), (0, 1, 150)]
+    found = [[], [], []]
+    for stage in range(2):
+        parts = [ids[cut[stage] : cut[stage + 1]] for ids, cut in zip((first, second, third), cuts, strict=True)]
+        for i, logits in enumerate(dl.eval_batch(sessions, parts, logits="all")):
+            found[i].append(logits)
+    for session in sessions:
+        session.close()
+    for rows, want in zip(found, wanted, strict=True):
+        assert_same(torch.cat(rows), want, mode)
+
+
+def test_thread_count(path, mode):
+    model = dl.load_model(path, mode=mode)
+    ids = text(5, 90)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(torch.cat([whole(model, ids, "f16"), in_chunks(model, ids[:9], 1, "f16")]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_window_larger_than_one_forward(oracle):
+    model = dl.load_model(oracle / "tiny" / "gemma3.gguf")
+    ids = text(6, 510)  # with the next one: more than one window of rows
+    other = text(7, 300)
+    wanted = whole(model, ids, "f16"), whole(model, other, "f16")
+    with dl.create_session(model) as a, dl.create_session(model) as b:
+        found = dl.eval_batch([a, b], [ids, other], logits="all")
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])

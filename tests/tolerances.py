@@ -1,0 +1,20 @@
+"""Every tolerance of the tests, each with its reason. A test takes its bound from here and nowhere else."""
+
+# Summation order of f32 in two implementations, over a few layers; relative to the spread (std) of the logits.
+FP32_LOGITS = 1e-4
+# Below this margin between the best two, f32 noise may choose either.
+GREEDY_MARGIN = 1e-3
+
+# One activation rounded the other way changes everything after it: the size of llama.cpp's own differences between its
+# f16 and f32 caches. Mean |log-probability difference|.
+NATIVE_LOGPROB = 0.05
+
+# Published models, native arithmetic against transformers on dequantized weights.
+REAL_NLL = 0.003  # relative, mean over a passage
+REAL_NLL_RMS = 1.25  # times llama.cpp's own distance to transformers
+REAL_LOGPROB = 0.1  # mean over the ten best; llama.cpp's f16 and f32 caches differ by 0.06 to 0.10
+REAL_TOP1_MARGIN = 0.5  # above it, the best token must agree
+REAL_GREEDY_MARGIN = 1e-2  # fp32 mode against transformers
+
+# d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
+GRADIENT = 1e-4
