@@ -388,10 +388,9 @@ void dequantize_packed(const uint8_t* row, int64_t K, float* y) {
       for (int g = 0; g < 16; g++) {
         const float d = block.d * static_cast<float>(block.scale[g]);
         const float min = has_min(qtype) ? block.dmin * static_cast<float>(block.min[g]) : 0;
-        // Counted from 0: GCC 12 drops the whole loop at -O3 with AVX2 when it runs from 16 * g.
         for (int i = 0; i < 16; i++) {
-          const float product = d * static_cast<float>(block.q[16 * g + i]);
-          y[16 * g + i] = has_min(qtype) ? product - min : product;
+          const float v = d * static_cast<float>(block.q[16 * g + i]);
+          y[16 * g + i] = has_min(qtype) ? v - min : v;
         }
       }
     }

@@ -2,10 +2,16 @@
 //
 // A kernel works on raw pointers and on a range of its outermost loop, so that the caller may split it over threads;
 // its result does not depend on the split. Every table is total: it serves all that the ops' schemas allow.
+// The standard headers come here, before a target pragma: a template that std shares between files must not be compiled
+// for an instruction set that only some processors have. For the same reason kernels use no containers.
 // The same source (kernels/*.inl) is compiled once per instruction set unless a kernel has an own, faster variant.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 namespace dasllama {
 
@@ -40,6 +46,18 @@ struct Kernels {
                    int64_t begin, int64_t end);
   void (*rms_norm_backward)(const float* grad, const float* x, const float* weight, float eps, int64_t C, float* dx,
                             int64_t begin, int64_t end);
+
+  // n elements (a whole number of blocks) of any weight type -> f32.
+  void (*dequantize)(int qtype, const uint8_t* src, int64_t n, float* y);
+  // y[i] = row ids[i] of a packed table, dequantized, times scale, for i in [begin, end); ids are valid.
+  void (*embedding)(int qtype, const uint8_t* table, int64_t row_bytes, const int64_t* ids, float scale, int64_t C,
+                    float* y, int64_t begin, int64_t end);
+
+  // Rows [begin, end) of x [rows, K] -> blocks of the lattice Q8_0, Q8_1 or Q8_K, row_bytes per row.
+  void (*quantize_activation)(int lattice, const float* x, int64_t K, uint8_t* out, int64_t row_bytes, int64_t begin,
+                              int64_t end);
+  // n elements (a whole number of blocks) -> F32, F16, BF16, Q8_0 or Q4_0.
+  void (*quantize)(int qtype, const float* x, int64_t n, uint8_t* out);
 
   // Weight rows [begin, end).
   void (*matmul_float)(const FloatMatmul& p, int64_t begin, int64_t end);

@@ -1,30 +1,21 @@
 // Binding of quant_linear_backward; formula in ops/quant_linear.py, loops in kernels/matmul_float_backward.inl.
 #include <algorithm>
-#include <vector>
 
-#include "binding.h"
-#include "generated/ggml_types.h"
+#include "packed.h"
 
 namespace dasllama {
 namespace {
 
 Tensor quant_linear_backward(const Tensor& grad, const Tensor& qweight, int64_t qtype) {
-  const TypeInfo type = type_info(static_cast<int>(qtype));
-  DASLLAMA_CHECK(type.name && type.lattice >= 0, "quant_linear_backward", "qtype ", qtype, " is not a weight type");
-  DASLLAMA_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == 2 && qweight.is_contiguous() &&
-                     qweight.size(1) % type.bytes == 0,
-                 "quant_linear_backward", "qweight must be contiguous u8 [N, a multiple of ", type.bytes, "] for ",
-                 type.name);
+  const TypeInfo type = checked_matrix("quant_linear_backward", qweight, qtype);
   const int64_t N = qweight.size(0), K = qweight.size(1) / type.bytes * type.block;
   DASLLAMA_CHECK(is_floating(grad) && grad.dim() >= 1 && grad.size(-1) == N, "quant_linear_backward",
-                 "grad must be f32, f16 or bf16 [..., ", N, "] for this qweight, found rank ", grad.dim());
-  std::vector<int64_t> shape(grad.sizes().begin(), grad.sizes().end());
-  shape.back() = K;
+                 "grad must be f32, f16 or bf16 [..., ", N, "] for this qweight, found ", shape_text(grad));
   int64_t M = 1;
-  for (int64_t i = 0; i + 1 < grad.dim(); i++) M *= shape[i];
+  for (int64_t i = 0; i + 1 < grad.dim(); i++) M *= grad.size(i);
 
   const Tensor g32 = as_f32(grad);
-  Tensor dx = torch::stable::new_empty(g32, shape);
+  Tensor dx = torch::stable::new_empty(g32, with_last(grad, K));
   const FloatMatmulBackward p = {g32.const_data_ptr<float>(), qweight.const_data_ptr<uint8_t>(), qweight.size(1),
                                  static_cast<int>(qtype),     dx.mutable_data_ptr<float>(),      M,
                                  N,                           K};

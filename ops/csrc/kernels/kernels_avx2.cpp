@@ -11,6 +11,7 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, matmul_float, matmul_float_backward, round_floats};
+const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize,
+                              matmul_float, matmul_float_backward, round_floats};
 }  // namespace dasllama
 #endif

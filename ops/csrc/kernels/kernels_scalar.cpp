@@ -4,5 +4,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, matmul_float, matmul_float_backward, round_floats};
+const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize,
+                                matmul_float, matmul_float_backward, round_floats};
 }  // namespace dasllama

@@ -20,6 +20,23 @@ constexpr int64_t kDepth = 1024;      // columns of w in scratch; a multiple of 
 constexpr int64_t kScratchStride = kDepth + 16;  // not a power of two, or the rows would share cache sets
 constexpr int64_t kParkedRows = 512;  // rows of x whose lanes may be parked
 
+// Memory that a thread keeps, at the start of a cache line: a load across two lines costs twice.
+struct Scratch {
+  float* data = nullptr;
+  int64_t size = 0;
+
+  ~Scratch() { std::free(data); }
+  float* at_least(int64_t floats) {
+    if (floats > size) {
+      std::free(data);
+      size = (floats + 15) / 16 * 16;
+      data = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(size) * sizeof(float)));
+      if (!data) std::abort();  // a kernel may not throw
+    }
+    return data;
+  }
+};
+
 // A piece of the product: `columns` weight rows over `depth` values of k, for some rows of x.
 template <class W>
 struct FloatPiece {
@@ -128,11 +145,6 @@ static void float_stream(const FloatMatmul& p, int64_t begin, int64_t end) {
                  p.M);
 }
 
-// The first address from p on at which a cache line starts; a load across two lines costs twice.
-static float* aligned_to_line(float* p) {
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
-}
-
 // Column k of weight row n, where k is the first of a block: k / K of the row's bytes come before it.
 static const uint8_t* row_at(const uint8_t* w, int64_t row_bytes, int64_t K, int64_t n, int64_t k) {
   return w + n * row_bytes + (k ? row_bytes * k / K : 0);
@@ -145,24 +157,23 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
     if (p.qtype == types::F16) return float_stream<Half>(p, begin, end);
     if (p.qtype == types::BF16) return float_stream<Bfloat>(p, begin, end);
   }
-  static thread_local std::vector<float> scratch, parked;
+  static thread_local Scratch scratch, parked;
   const int64_t strip = p.M <= kTileM ? 4 : kStrip;
   const bool park = p.K > kDepth;
-  if (!f32) scratch.resize(kStrip * kScratchStride + 16);
-  float* const strip_rows = aligned_to_line(scratch.data());
-  if (park) parked.resize(std::min(p.M, kParkedRows) * kStrip * 16 + 16);
+  float* const rows = f32 ? nullptr : scratch.at_least(kStrip * kScratchStride);
+  float* const lanes = park ? parked.at_least(std::min(p.M, kParkedRows) * kStrip * 16) : nullptr;
   for (int64_t m = 0; m < p.M; m += kParkedRows)
     for (int64_t n = begin; n < end; n += strip)
       for (int64_t k = 0; k < p.K || k == 0; k += kDepth) {
         const int64_t columns = std::min(strip, end - n), depth = std::min(kDepth, p.K - k);
         const float* w = reinterpret_cast<const float*>(p.w + n * p.row_bytes) + k;
         if (!f32) {
-          w = strip_rows;
+          w = rows;
           for (int64_t i = 0; i < columns; i++)
-            dequantize_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, strip_rows + i * kScratchStride);
+            dequantize_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, rows + i * kScratchStride);
         }
         float_piece<float>({p.x + m * p.x_stride + k, p.x_stride, w, f32 ? p.K : kScratchStride, columns, depth, k == 0,
-                            k + depth >= p.K, park ? aligned_to_line(parked.data()) : nullptr, p.bias ? p.bias + n : nullptr,
+                            k + depth >= p.K, lanes, p.bias ? p.bias + n : nullptr,
                             p.y + m * p.y_stride + n, p.y_stride},
                            std::min(kParkedRows, p.M - m));
       }

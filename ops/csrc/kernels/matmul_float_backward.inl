@@ -58,9 +58,8 @@ static void backward_rows(int64_t count, const float* grad, int64_t grad_stride,
 }
 
 static void matmul_float_backward(const FloatMatmulBackward& p, int64_t begin, int64_t end) {
-  static thread_local std::vector<float> scratch;
-  scratch.resize(kBackRows * kBackStride + 16);
-  float* const w = aligned_to_line(scratch.data());
+  static thread_local Scratch scratch;
+  float* const w = scratch.at_least(kBackRows * kBackStride);
   for (int64_t k = begin; k < end; k += kBackWidth) {
     const int64_t width = std::min(kBackWidth, end - k);
     for (int64_t n = 0; n < p.N || n == 0; n += kBackRows) {
