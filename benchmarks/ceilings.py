@@ -32,18 +32,24 @@ SOURCE = r"""
 API int has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 API int has_avx512vnni() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"); }
 
-// Reads n bytes (a multiple of 512) once, in 8 independent sums.
+// Reads n bytes (a multiple of 512) once, in 8 independent sums, and asks for each line 8 KiB ahead.
 API AVX2 int64_t read_avx2(const char* p, int64_t n) {
   __m256i s[8] = {};
   for (int64_t i = 0; i < n; i += 256)
-    for (int j = 0; j < 8; j++) s[j] = _mm256_add_epi64(s[j], _mm256_load_si256((const __m256i*)(p + i + 32 * j)));
+    for (int j = 0; j < 8; j++) {
+      __builtin_prefetch(p + i + 32 * j + 8192);
+      s[j] = _mm256_add_epi64(s[j], _mm256_load_si256((const __m256i*)(p + i + 32 * j)));
+    }
   for (int j = 1; j < 8; j++) s[0] = _mm256_add_epi64(s[0], s[j]);
   return _mm256_extract_epi64(s[0], 0);
 }
 API AVX512 int64_t read_avx512vnni(const char* p, int64_t n) {
   __m512i s[8] = {};
   for (int64_t i = 0; i < n; i += 512)
-    for (int j = 0; j < 8; j++) s[j] = _mm512_add_epi64(s[j], _mm512_load_si512(p + i + 64 * j));
+    for (int j = 0; j < 8; j++) {
+      __builtin_prefetch(p + i + 64 * j + 8192);
+      s[j] = _mm512_add_epi64(s[j], _mm512_load_si512(p + i + 64 * j));
+    }
   for (int j = 1; j < 8; j++) s[0] = _mm512_add_epi64(s[0], s[j]);
   return _mm512_reduce_add_epi64(s[0]);
 }

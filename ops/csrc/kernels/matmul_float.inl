@@ -19,6 +19,7 @@ constexpr int64_t kStrip = 48;        // rows of w in scratch
 constexpr int64_t kDepth = 1024;      // columns of w in scratch; a multiple of every type's block
 constexpr int64_t kScratchStride = kDepth + 16;  // not a power of two, or the rows would share cache sets
 constexpr int64_t kParkedRows = 512;  // rows of x whose lanes may be parked
+constexpr int64_t kAhead = 8192;      // bytes: rows of a small model are too short for the processor's own prefetch
 
 // Memory that a thread keeps, at the start of a cache line: a load across two lines costs twice.
 struct Scratch {
@@ -65,7 +66,10 @@ static DASLLAMA_INLINE void float_tile(const float* x, int64_t x_stride, const W
   for (int64_t k = 0; k < depth; k += 16) {
     Lanes b[NR];
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) b[n] = load_lanes(w[n] + k);
+    for (int n = 0; n < NR; n++) {
+      b[n] = load_lanes(w[n] + k);
+      if (MR == 1 || sizeof(W) == 2) __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + kAhead);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
       const Lanes a = load_lanes(x + m * x_stride + k);
