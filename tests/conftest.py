@@ -1,10 +1,13 @@
 """Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is
-missing.
-"""
+missing. With CI=true they must be there, and the test fails instead."""
 
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from dasllama_torch import hub
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,5 +17,36 @@ def oracle() -> Path:
     """The folder of independent golden data (tiny models, every quant type, real models, vocabularies)."""
     folder = ROOT.parent / "shared" / "oracle"
     if not folder.is_dir():
-        pytest.skip("golden data absent: ../shared/oracle")
+        _absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, the model of `make demo`."""
+    return _model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma_model() -> Path:
+    """gemma-3-270m: a sliding window, a vocabulary of 262,144 tokens, five tensor types."""
+    return _model("gemma-3-270m")
+
+
+def _model(name: str) -> Path:
+    """The file of a model of the catalogue: where `pull` keeps it, or in the folder DASLLAMA_TEST_MODELS, where it may
+    have any name and is known by its size."""
+    model = hub.find(name)
+    if folder := os.environ.get("DASLLAMA_TEST_MODELS"):
+        for path in sorted(Path(folder).glob("*.gguf")):
+            if path.stat().st_size == model.size:
+                return path
+    if not hub.is_pulled(model):
+        _absent(f"model absent: dasllama-torch pull {name}")
+    return model.path
+
+
+def _absent(what: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what}; with CI=true it must be there")
+    pytest.skip(what)

@@ -21,7 +21,7 @@ def wanted_distribution(x, p):
     keep = torch.ones(len(probs), dtype=torch.bool)
     total = 0.0
     for i, q in enumerate(probs.tolist()):
-        keep[i] = i == 0 or (total < p.top_p and q >= p.min_p * probs[0])
+        keep[i] = i == 0 or ((total < p.top_p or p.top_p == 1) and q >= p.min_p * probs[0])
         total += q
     return ids[keep], probs[keep] / probs[keep].sum()
 
@@ -44,7 +44,9 @@ def test_candidates(params):
     p = SamplingParams(**params)
     ids, probs = candidates(logits(), p)
     wanted_ids, wanted = wanted_distribution(logits(), p)
-    assert ids.tolist() == wanted_ids.tolist()
+    assert len(ids) == len(wanted_ids)
+    possible = wanted > 1e-30  # below, f32 has zeros, whose order means nothing
+    assert ids[possible].tolist() == wanted_ids[possible].tolist()
     torch.testing.assert_close(probs.double(), wanted, rtol=1e-5, atol=1e-9)
 
 

@@ -28,3 +28,6 @@ OUTPUT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8
 # Products of one matrix against ggml's own, which folds the same rounded activations in another order; relative to the
 # largest result.
 GGML_PRODUCT = 1e-6
+
+# Rotary frequencies: one pow and one division in f32.
+INV_FREQ = 3e-7

@@ -40,13 +40,14 @@ template <bool with_sum>
 static void quantize_32(const float* x, int64_t K, uint8_t* out) {
   for (int64_t b = 0; b < K / 32; b++, x += 32, out += with_sum ? 36 : 34) {
     const float top = as_float(top_bits<32>(x)), d = top / 127.0f, inverse = top != 0 ? 127.0f / top : 0.0f;
-    int8_t* q = reinterpret_cast<int8_t*>(out + (with_sum ? 4 : 2));
+    int8_t q[32];  // bytes of `out` may alias x for all that the compiler knows
     int32_t sum = 0;
     for (int i = 0; i < 32; i++) {
       const int32_t v = nearest_int8(x[i] * inverse);
       q[i] = static_cast<int8_t>(v);
       sum += v;
     }
+    std::memcpy(out + (with_sum ? 4 : 2), q, 32);
     store_u16(out, f32_to_f16(d));
     if (with_sum) store_u16(out + 2, f32_to_f16(d * static_cast<float>(sum)));
   }
@@ -58,7 +59,7 @@ static void quantize_256(const float* x, int64_t K, uint8_t* out) {
     const float top = first_of<256>(x, top_bits<256>(x));
     const float inverse = top != 0 ? -127.0f / top : 0.0f, d = top != 0 ? 1.0f / inverse : 0.0f;
     std::memcpy(out, &d, 4);
-    int8_t* q = reinterpret_cast<int8_t*>(out + 4);
+    int8_t q[256];
     for (int g = 0; g < 16; g++) {
       int32_t sum = 0;
       for (int i = 0; i < 16; i++) {
@@ -68,6 +69,7 @@ static void quantize_256(const float* x, int64_t K, uint8_t* out) {
       }
       store_u16(out + 260 + 2 * g, static_cast<uint16_t>(sum));
     }
+    std::memcpy(out + 4, q, 256);
   }
 }
 
@@ -87,11 +89,17 @@ static void quantize_activation(int lattice, const float* x, int64_t K, uint8_t*
 static void pack_q8_0(const float* x, uint8_t* out) {
   const float d = as_float(top_bits<32>(x)) / 127.0f, inverse = d != 0 ? 1.0f / d : 0.0f;
   store_u16(out, f32_to_f16(d));
+  int8_t q[32];
   for (int i = 0; i < 32; i++) {
-    const float v = x[i] * inverse, a = v < 0 ? -v : v, m = a < 127.5f ? a : 0.0f;
-    const int32_t whole = static_cast<int32_t>(m), q = whole + (m - static_cast<float>(whole) >= 0.5f);
-    out[2 + i] = static_cast<uint8_t>(v < 0 ? -q : q);
+    // Non-negative floats compare as integers; without float comparisons the compiler vectorizes this.
+    const uint32_t bits = as_bits(x[i] * inverse), a = bits & 0x7fffffff;
+    const float m = as_float(a < as_bits(127.5f) ? a : 0);
+    const int32_t whole = static_cast<int32_t>(m);
+    const int32_t nearest = whole + (as_bits(m - static_cast<float>(whole)) >= as_bits(0.5f) ? 1 : 0);
+    const int32_t minus = -static_cast<int32_t>(bits >> 31);
+    q[i] = static_cast<int8_t>((nearest ^ minus) - minus);
   }
+  std::memcpy(out + 2, q, 32);
 }
 
 static void pack_q4_0(const float* x, uint8_t* out) {

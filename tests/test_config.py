@@ -1,0 +1,213 @@
+"""Configs: rotary tables against transformers, and every hyper-parameter that a broken or hostile file may hold."""
+
+import math
+
+import pytest
+import torch
+from tolerances import INV_FREQ
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import dasllama_torch as dl
+from dasllama_torch.arch import FAMILIES
+from dasllama_torch.config import RopeSpec, Yarn, read_rope
+from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.random_source import RandomSource
+
+GOOD = {
+    "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0, "vocab_size": 300,
+}  # fmt: skip
+N_VOCAB = 300
+
+
+class Source(RandomSource):
+    """Random tensors of a file whose embedding table has N_VOCAB rows and whose head is tied."""
+
+    def rows(self, name):
+        return N_VOCAB
+
+
+def build(arch, changes, **options):
+    values = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in GOOD.items()}
+    if arch == "gemma3":
+        values["gemma3.attention.sliding_window"] = 8
+    for key, value in changes.items():
+        if value is None:
+            values.pop(f"{arch}.{key}", None)
+        else:
+            values[f"{arch}.{key}"] = value
+    return dl.build_model(Metadata(values, "made.gguf"), Source(0), **options)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_good_file_builds(arch):
+    model = build(arch, {})
+    with torch.no_grad():
+        assert model(torch.arange(9).unsqueeze(0)).logits.isfinite().all()
+
+
+BAD = [
+    *((key, value) for key in GOOD for value in (-1, "text", float("nan"), [1, 2, 3])),
+    *((key, 0) for key in GOOD if key not in ("rope.freq_base", "attention.layer_norm_rms_epsilon")),
+    *((key, None) for key in GOOD if key not in ("attention.head_count_kv", "rope.freq_base", "vocab_size")),
+    *((key, 2**63) for key in GOOD if key != "attention.layer_norm_rms_epsilon" and key != "rope.freq_base"),
+    ("block_count", 10**9),
+    ("attention.head_count", 3),
+    ("attention.head_count_kv", 3),
+    ("attention.head_count", [4, 4, 4]),
+    ("attention.key_length", 0),
+    ("attention.key_length", 15),
+    ("attention.value_length", 8),
+    ("rope.dimension_count", 128),
+    ("rope.dimension_count", 8),
+    ("rope.freq_base", 0.0),
+    ("rope.freq_base", float("inf")),
+    ("attention.layer_norm_rms_epsilon", float("inf")),
+    ("attention.layer_norm_rms_epsilon", -1e-5),
+    ("rope.scaling.type", "longrope"),
+    ("rope.scaling.factor", float("nan")),
+    ("rope.scaling.factor", 0.0),
+    ("vocab_size", N_VOCAB + 1),
+    ("vocab_size", N_VOCAB - 1),
+    ("expert_count", 8),
+    ("a_key_of_tomorrow", 1),
+]
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_bad_values_are_refused_by_name(arch, key, value):
+    with pytest.raises(dl.DasllamaError) as caught:
+        build(arch, {key: value})
+    text = str(caught.value)
+    assert "made.gguf" in text
+    assert "\n" not in text
+
+
+def test_gemma3_needs_its_window():
+    with pytest.raises(dl.GGUFError, match="sliding_window"):
+        build("gemma3", {"attention.sliding_window": None})
+    with pytest.raises(dl.UnsupportedModel, match="final_logit_softcapping"):
+        build("gemma3", {"final_logit_softcapping": 30.0})
+
+
+def test_unread_keys_and_unasked_tensors_warn_when_asked_to():
+    with pytest.warns(UserWarning, match="a_key_of_tomorrow"):
+        build("llama", {"a_key_of_tomorrow": 1}, strict=False)
+
+
+def test_an_unknown_architecture_is_named():
+    with pytest.raises(dl.UnsupportedModel, match="'mamba' is not implemented; implemented: .*llama"):
+        build("mamba", {})
+
+
+# ---- rotary tables ---------------------------------------------------------------------------------------------------
+
+
+def hf_rope(kind, dim, **parameters):
+    cfg = LlamaConfig(
+        head_dim=dim, hidden_size=dim, num_attention_heads=1, max_position_embeddings=131072,
+        rope_parameters={"rope_type": kind, **parameters},
+    )  # fmt: skip
+    return ROPE_INIT_FUNCTIONS[kind](cfg, "cpu")
+
+
+def assert_same_rope(spec, wanted):
+    inv_freq, factor = wanted
+    torch.testing.assert_close(spec.inv_freq(), inv_freq.float(), rtol=INV_FREQ, atol=0)
+    assert spec.attention_factor == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "theta"), [(64, 1e4), (128, 5e5), (256, 1e6), (20, 1e5)])
+def test_plain_and_linear(dim, theta):
+    assert_same_rope(
+        RopeSpec(dim=dim, theta=theta, linear_factor=8.0), hf_rope("linear", dim, rope_theta=theta, factor=8.0)
+    )
+
+
+@pytest.mark.parametrize("factor", [4.0, 8.0, 16.0, 32.0, 40.0])
+@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (4.0, 1.0)])
+def test_yarn(factor, fast, slow):
+    md = Metadata(
+        {
+            "general.architecture": "llama", "llama.context_length": 65536, "llama.rope.freq_base": 150000.0,
+            "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": factor,
+            "llama.rope.scaling.original_context_length": 4096, "llama.rope.scaling.yarn_beta_fast": fast,
+            "llama.rope.scaling.yarn_beta_slow": slow,
+        }
+    )  # fmt: skip
+    wanted = hf_rope(
+        "yarn", 64, rope_theta=150000.0, factor=factor, original_max_position_embeddings=4096, beta_fast=fast,
+        beta_slow=slow,
+    )  # fmt: skip
+    spec = read_rope(md, 64)
+    assert_same_rope(spec, wanted)
+    assert spec.attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+def test_yarn_magnitudes_of_published_models():
+    found = [0.1 * math.log(f) + 1 for f in (4, 8, 32, 40)]
+    assert found == pytest.approx([1.138629, 1.207944, 1.346574, 1.368888], abs=1e-6)
+    assert Yarn(factor=4.0, original_context=32).beta_fast == 32.0
+
+
+@pytest.mark.parametrize(
+    ("dim", "factor", "wanted"),
+    [
+        (128, 8.0, [*[1.0] * 29, 1.207484, 1.553415, 2.026313, 2.69453, 3.684253, 5.257327, *[8.0] * 29]),
+        (64, 32.0, [*[1.0] * 15, 1.651329, 3.292262, 9.666729, *[32.0] * 14]),
+    ],
+)
+def test_llama3_factors_divide(dim, factor, wanted):
+    """The tensor `rope_freqs` holds these divisors; with them the frequencies are those of HF's llama3 scaling."""
+    spec = RopeSpec(dim=dim, theta=5e5, freq_factors=tuple(wanted))
+    inv_freq, _ = hf_rope(
+        "llama3", dim, rope_theta=5e5, factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+    torch.testing.assert_close(spec.inv_freq(), inv_freq.float(), rtol=1e-5, atol=0)
+    plain = RopeSpec(dim=dim, theta=5e5).inv_freq()
+    positions = torch.tensor([0, 100, 8191, 8192, 20000]).double()
+    angle = lambda f: positions[:, None] * f.double()  # noqa: E731
+    torch.testing.assert_close(angle(spec.inv_freq()).cos(), angle(inv_freq).cos(), rtol=0, atol=3e-2)
+    assert (angle(spec.inv_freq()).cos() - angle(plain).cos()).abs().max() > 0.5  # a lost tensor is loud
+
+
+def test_gemma3_layers():
+    model = build(
+        "gemma3", {"block_count": 7, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
+    )
+    layers = model.config.layers
+    assert [layer.window for layer in layers] == [8] * 5 + [0, 8]
+    assert [layer.rope.theta for layer in layers] == [1e4] * 5 + [1e6, 1e4]
+    assert [layer.rope.linear_factor for layer in layers] == [1.0] * 5 + [8.0, 1.0]
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(26, 16), (62, 32)])
+def test_gemma3_query_scale(layers, wanted):
+    """27B divides queries by the square root of the embedding's share of a head; the others by that of the head
+    size.
+    """
+    tiny = {"block_count": layers, "attention.key_length": 16, "attention.head_count": 2, "attention.head_count_kv": 1}
+    assert build("gemma3", tiny).config.query_scale == pytest.approx(wanted**-0.5)
+
+
+class WithFactors(Source):
+    """A source that also holds `rope_freqs`."""
+
+    def names(self):
+        return ["rope_freqs.weight"]
+
+    def has(self, name):
+        return name == "rope_freqs.weight"
+
+
+def test_factors_of_the_file_are_used_or_refused():
+    values = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in GOOD.items()}
+    spec = dl.build_model(Metadata(values), WithFactors(0)).config.layers[0].rope
+    assert len(spec.freq_factors) == 8
+    values = {"general.architecture": "qwen2"} | {f"qwen2.{key}": value for key, value in GOOD.items()}
+    with pytest.raises(dl.UnsupportedModel, match="rope_freqs"):
+        dl.build_model(Metadata(values), WithFactors(0))
