@@ -3,15 +3,15 @@
 #define DASLLAMA_ISA_AVX2  // GCC before 13 keeps __AVX2__ undefined under the pragma in C++
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "../kernels.h"
-#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #include "table.inl"
-#pragma GCC pop_options
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
 const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize,
-                              matmul_float, matmul_float_backward, round_floats};
+                              matmul_float, matmul_float_backward, round_floats, int_traits, prepare_activation, matmul_int};
 }  // namespace dasllama
 #endif

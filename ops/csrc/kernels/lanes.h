@@ -10,6 +10,7 @@
 namespace {
 
 #define DASLLAMA_INLINE inline __attribute__((always_inline))
+#define DASLLAMA_NOINLINE __attribute__((noinline))
 
 typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 

@@ -1,0 +1,18 @@
+// AVX-512 with VNNI. The pragma gives every function below these targets; the file itself is built without -m flags.
+#if defined(__x86_64__)
+#define DASLLAMA_ISA_AVX512
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "../kernels.h"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#include "table.inl"
+
+namespace dasllama {
+extern const Kernels kernels_avx512vnni;
+const Kernels kernels_avx512vnni = {
+    "avx512vnni", rms_norm,     rms_norm_backward,     dequantize,   embedding,  quantize_activation, quantize,
+    matmul_float, matmul_float_backward, round_floats, int_traits, prepare_activation,  matmul_int};
+}  // namespace dasllama
+#endif
