@@ -58,18 +58,23 @@ def quantize_activation(x: Tensor, lattice: int) -> Tensor:
     at = (v.contiguous().view(torch.int32) & 0x7FFFFFFF).argmax(-1, keepdim=True)
     top = v.gather(1, at)
     if lattice == ggml_types.Q8_K:
-        inverse = torch.where(top == 0, 0.0, -127.0 / top)
+        inverse = torch.where(top == 0, 0.0, _quotient(-127.0, top))
         q = _nearest(v * inverse)
-        d = torch.where(top == 0, 0.0, 1.0 / inverse)
+        d = torch.where(top == 0, 0.0, _quotient(1.0, inverse))
         parts = [_bytes(d), q, _bytes(q.view(-1, 16, 16).sum(-1, dtype=torch.int16))]
     else:
         d = top.abs() / 127.0
-        q = _nearest(v * torch.where(top == 0, 0.0, 127.0 / top.abs()))
+        q = _nearest(v * torch.where(top == 0, 0.0, _quotient(127.0, top.abs())))
         parts = [_bytes(d.half()), q]
         if lattice == ggml_types.Q8_1:
             parts.insert(1, _bytes((d * q.sum(-1, keepdim=True, dtype=torch.int32).float()).half()))
     out = torch.cat([part.view(torch.uint8) for part in parts], 1)
     return out.view(*x.shape[:-1], row.row_bytes(x.shape[-1]))
+
+
+def _quotient(a: float, b: Tensor) -> Tensor:
+    """a / b, rounded once: torch takes a Python number over a tensor as the number times a rounded reciprocal."""
+    return b.new_tensor(a) / b
 
 
 def _nearest(v: Tensor) -> Tensor:

@@ -11,7 +11,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize,
-                              matmul_float, matmul_float_backward, round_floats, int_traits, prepare_activation, matmul_int};
+const Kernels kernels_avx2 = DASLLAMA_TABLE("avx2");
 }  // namespace dasllama
 #endif

@@ -11,8 +11,6 @@
 
 namespace dasllama {
 extern const Kernels kernels_avx512vnni;
-const Kernels kernels_avx512vnni = {
-    "avx512vnni", rms_norm,     rms_norm_backward,     dequantize,   embedding,  quantize_activation, quantize,
-    matmul_float, matmul_float_backward, round_floats, int_traits, prepare_activation,  matmul_int};
+const Kernels kernels_avx512vnni = DASLLAMA_TABLE("avx512vnni");
 }  // namespace dasllama
 #endif

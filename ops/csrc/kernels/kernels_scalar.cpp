@@ -4,6 +4,5 @@
 
 namespace dasllama {
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize,
-                                matmul_float, matmul_float_backward, round_floats, int_traits, prepare_activation, matmul_int};
+const Kernels kernels_scalar = DASLLAMA_TABLE("scalar");
 }  // namespace dasllama

@@ -21,9 +21,99 @@ static DASLLAMA_INLINE void store_part(uint8_t* panel, Ints (&weights)[kLanes], 
   }
 }
 
+// The products and the fold of a tile are the same for all types whose panels look alike.
+template <int kGroup, int kMax, bool kBiased, bool kAdd>
+struct Tile32 {
+  template <int MR, int NR>
+  static DASLLAMA_INLINE void sums(const IntMatmul& p, int64_t first, uint8_t* const* panel, Floats (&acc)[MR][NR]) {
+    const int64_t groups = p.K / kGroup, blocks = p.K / 32;
+    const uint8_t* w[NR];
+    const Floats* scales[NR];
+    const int8_t* x[MR];
+    for (int n = 0; n < NR; n++) {
+      w[n] = panel[n];
+      scales[n] = reinterpret_cast<const Floats*>(panel_at(panel[n], p.K));
+    }
+    for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
+    for (int64_t g = 0; g < groups; g++) {
+      Ints sum[MR][NR];
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++)
+          sum[m][n] = kBiased ? splat_ints(p.x.init[(first + m) * groups + g]) : zero_ints();
+      tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        const int64_t block = (first + m) * blocks + g * kGroup / 32;
+        const Floats x_d = splat_floats(p.x.d[block]);
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) {
+          acc[m][n] = fma(to_floats(sum[m][n]), mul(scales[n][g], x_d), acc[m][n]);
+          if (kAdd) acc[m][n] = fma(scales[n][groups + g], splat_floats(p.x.s[block]), acc[m][n]);
+        }
+        x[m] += kGroup;
+      }
+      for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
+    }
+  }
+};
+
+template <int kGroup, int kMax, bool kBiased, bool kMin>
+struct Tile256 {
+  static constexpr int kGroups = 256 / kGroup;
+  typedef SuperScales<kGroups, kMin> Scales;
+
+  template <int MR, int NR>
+  static DASLLAMA_INLINE void sums(const IntMatmul& p, int64_t first, uint8_t* const* panel, Floats (&acc)[MR][NR]) {
+    const int64_t blocks = p.K / 256;
+    const uint8_t* w[NR];
+    const Scales* scales[NR];
+    const int8_t* x[MR];
+    for (int n = 0; n < NR; n++) {
+      w[n] = panel[n];
+      scales[n] = reinterpret_cast<const Scales*>(panel_at(panel[n], p.K));
+    }
+    for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
+    for (int64_t b = 0; b < blocks; b++) {
+      Ints isum[MR][NR];
+      for (int m = 0; m < MR; m++)
+        for (int n = 0; n < NR; n++) isum[m][n] = zero_ints();
+      for (int g = 0; g < kGroups; g++) {
+        Ints sum[MR][NR];
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+          for (int n = 0; n < NR; n++)
+            sum[m][n] = kBiased ? splat_ints(p.x.init[((first + m) * blocks + b) * kGroups + g]) : zero_ints();
+        tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+#pragma GCC unroll 4
+          for (int n = 0; n < NR; n++) isum[m][n] = add(isum[m][n], mul(sum[m][n], scales[n][b].scale[g]));
+          x[m] += kGroup;
+        }
+        for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        const int64_t block = (first + m) * blocks + b;
+        const float x_d = p.x.d[block];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) {
+          const Scales& s = scales[n][b];
+          acc[m][n] = fma(to_floats(isum[m][n]), mul(s.d, splat_floats(x_d)), acc[m][n]);
+          if (kMin) acc[m][n] = fold_mins(s, p.x.sums + block * kGroups, x_d, acc[m][n]);
+        }
+      }
+    }
+  }
+};
+
 template <class Source>
 struct Panel32 {
-  static constexpr int kGroup = 16 * Source::kParts, kMax = Source::kMax;
+  static constexpr int kGroup = 16 * Source::kParts;
+  typedef Tile32<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kAdd> Tile;
 
   static int64_t bytes(int64_t K) { return K * kLanes + K / kGroup * (Source::kAdd ? 2 : 1) * sizeof(Floats); }
 
@@ -54,46 +144,13 @@ struct Panel32 {
     for (; at + kUnits <= groups; at += kUnits) fill_piece<true>(source, at, kUnits - 1, K, panel);
     if (at < groups) fill_piece<false>(source, at, static_cast<int>(groups - at - 1), K, panel);
   }
-
-  template <int MR, int NR>
-  static DASLLAMA_INLINE void tile(const IntMatmul& p, int64_t first, uint8_t* const* panel, Floats (&acc)[MR][NR]) {
-    const int64_t groups = p.K / kGroup, blocks = p.K / 32;
-    const uint8_t* w[NR];
-    const Floats* scales[NR];
-    const int8_t* x[MR];
-    for (int n = 0; n < NR; n++) {
-      w[n] = panel[n];
-      scales[n] = reinterpret_cast<const Floats*>(panel_at(panel[n], p.K));
-    }
-    for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
-    for (int64_t g = 0; g < groups; g++) {
-      Ints sum[MR][NR];
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; n++)
-          sum[m][n] = Source::kBias ? splat_ints(p.x.init[(first + m) * groups + g]) : zero_ints();
-      tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        const int64_t block = (first + m) * blocks + g * kGroup / 32;
-        const Floats x_d = splat_floats(p.x.d[block]);
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) {
-          acc[m][n] = fma(to_floats(sum[m][n]), mul(scales[n][g], x_d), acc[m][n]);
-          if (Source::kAdd) acc[m][n] = fma(scales[n][groups + g], splat_floats(p.x.s[block]), acc[m][n]);
-        }
-        x[m] += kGroup;
-      }
-      for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
-    }
-  }
 };
 
 template <class Source>
 struct Panel256 {
-  static constexpr int kParts = Source::kParts, kGroup = 16 * kParts, kGroups = Source::kGroups, kMax = Source::kMax;
+  static constexpr int kParts = Source::kParts, kGroup = 16 * kParts;
   typedef typename Source::Scales Scales;
+  typedef Tile256<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kMin> Tile;
 
   static int64_t bytes(int64_t K) { return K * kLanes + K / 256 * sizeof(Scales); }
 
@@ -117,74 +174,30 @@ struct Panel256 {
       }
     }
   }
-
-  template <int MR, int NR>
-  static DASLLAMA_INLINE void tile(const IntMatmul& p, int64_t first, uint8_t* const* panel, Floats (&acc)[MR][NR]) {
-    const int64_t blocks = p.K / 256;
-    const uint8_t* w[NR];
-    const Scales* scales[NR];
-    const int8_t* x[MR];
-    for (int n = 0; n < NR; n++) {
-      w[n] = panel[n];
-      scales[n] = reinterpret_cast<const Scales*>(panel_at(panel[n], p.K));
-    }
-    for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
-    for (int64_t b = 0; b < blocks; b++) {
-      Ints isum[MR][NR];
-      for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NR; n++) isum[m][n] = zero_ints();
-      for (int g = 0; g < kGroups; g++) {
-        Ints sum[MR][NR];
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-          for (int n = 0; n < NR; n++)
-            sum[m][n] = Source::kBias ? splat_ints(p.x.init[((first + m) * blocks + b) * kGroups + g]) : zero_ints();
-        tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) {
-#pragma GCC unroll 4
-          for (int n = 0; n < NR; n++) isum[m][n] = add(isum[m][n], mul(sum[m][n], scales[n][b].scale[g]));
-          x[m] += kGroup;
-        }
-        for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        const int64_t block = (first + m) * blocks + b;
-        const float x_d = p.x.d[block];
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) {
-          const Scales& s = scales[n][b];
-          acc[m][n] = fma(to_floats(isum[m][n]), mul(s.d, splat_floats(x_d)), acc[m][n]);
-          if (Source::kMin) acc[m][n] = fold_mins(s, p.x.sums + block * kGroups, x_d, acc[m][n]);
-        }
-      }
-    }
-  }
 };
 
-// y[first + m, n0 ...] of one tile.
-template <class Panel, int MR, int NR>
-static DASLLAMA_NOINLINE void many_tile(const IntMatmul& p, int64_t first, int64_t n0, uint8_t* const* panel) {
-  Floats acc[MR][NR];
+// Rows first .. first + MR - 1 of y, kTileStrips strips from column n on; outputs beyond N are not stored.
+template <class Tile, int MR>
+static DASLLAMA_NOINLINE void many_tile(const IntMatmul& p, int64_t first, int64_t n, uint8_t* const* panel) {
+  Floats acc[MR][kTileStrips];
   for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NR; n++) acc[m][n] = zero_floats();
-  Panel::template tile<MR, NR>(p, first, panel, acc);
+    for (int strip = 0; strip < kTileStrips; strip++) acc[m][strip] = zero_floats();
+  Tile::template sums<MR, kTileStrips>(p, first, panel, acc);
   for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NR; n++) store_outputs(p, first + m, n0 + n * kLanes, acc[m][n]);
+    for (int strip = 0; strip < kTileStrips; strip++) store_outputs(p, first + m, n + strip * kLanes, acc[m][strip]);
 }
 
-template <class Panel, int NR>
-static void many_rows(const IntMatmul& p, int64_t begin, int64_t end, int64_t n0, uint8_t* const* panel) {
+template <class Tile>
+static void many_rows(const IntMatmul& p, int64_t begin, int64_t end, int64_t n, uint8_t* const* panel) {
   int64_t m = begin;
-  for (; m + kTileRows <= end; m += kTileRows) many_tile<Panel, kTileRows, NR>(p, m, n0, panel);
+  for (; m + kTileRows <= end; m += kTileRows) many_tile<Tile, kTileRows>(p, m, n, panel);
+  static_assert(kTileRows <= 6, "a case for each rest");
   switch (end - m) {
-    case 5: return many_tile<Panel, 5, NR>(p, m, n0, panel);
-    case 4: return many_tile<Panel, 4, NR>(p, m, n0, panel);
-    case 3: return many_tile<Panel, 3, NR>(p, m, n0, panel);
-    case 2: return many_tile<Panel, 2, NR>(p, m, n0, panel);
-    case 1: return many_tile<Panel, 1, NR>(p, m, n0, panel);
+    case 5: return many_tile<Tile, 5>(p, m, n, panel);
+    case 4: return many_tile<Tile, 4>(p, m, n, panel);
+    case 3: return many_tile<Tile, 3>(p, m, n, panel);
+    case 2: return many_tile<Tile, 2>(p, m, n, panel);
+    case 1: return many_tile<Tile, 1>(p, m, n, panel);
   }
 }
 
@@ -195,14 +208,11 @@ static void matmul_many(const IntMatmul& p, const void* expand, int64_t n_begin,
   uint8_t* scratch = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(bytes * kTileStrips)));
   for (int64_t n = n_begin; n < n_end; n += kTileStrips * kLanes) {
     uint8_t* panel[kTileStrips];
-    int strips = 0;
-    for (; strips < kTileStrips && n + strips * kLanes < n_end; strips++) {
-      panel[strips] = scratch + strips * bytes;
-      Panel::fill(Strip(p.w, p.row_bytes, n + strips * kLanes, p.N), expand, p.K, panel[strips]);
+    for (int i = 0; i < kTileStrips; i++) {
+      const bool exists = n + i * kLanes < n_end;
+      panel[i] = exists ? scratch + i * bytes : panel[0];
+      if (exists) Panel::fill(Strip(p.w, p.row_bytes, n + i * kLanes, p.N), expand, p.K, panel[i]);
     }
-    if (strips == kTileStrips)
-      many_rows<Panel, kTileStrips>(p, m_begin, m_end, n, panel);
-    else
-      many_rows<Panel, 1>(p, m_begin, m_end, n, panel);
+    many_rows<typename Panel::Tile>(p, m_begin, m_end, n, panel);
   }
 }

@@ -133,6 +133,9 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1] = _mm256_permute2x128_si256(a, b, 0x31);
 }
 
+// What the largest weight means for a tile: weights whose sums may be widened equally late share one.
+constexpr int tile_max(int max) { return max > 63 ? 128 : max > 32 ? 63 : max > 15 ? 31 : 15; }
+
 // Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
 template <int kMax, int kGroup, int MR, int NR>
 DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {

@@ -134,6 +134,9 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
+// How much the largest weight matters to a tile: not at all, sums have 32 bits.
+constexpr int tile_max(int) { return 0; }
+
 // Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
 template <int kMax, int kGroup, int MR, int NR>
 DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {

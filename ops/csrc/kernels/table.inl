@@ -1,4 +1,5 @@
-// The kernels of one instruction set, in the order of struct Kernels. Included by kernels_<isa>.cpp.
+// The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
+// kernels_<isa>.cpp.
 #include "../blocks.h"
 #include "fma_lanes.h"
 #include "lanes.h"
@@ -25,3 +26,9 @@ namespace {
 #endif
 }  // namespace
 }  // namespace dasllama
+
+#define DASLLAMA_TABLE(name)                                                                                    \
+  {                                                                                                             \
+    name, rms_norm, rms_norm_backward, dequantize, embedding, quantize_activation, quantize, matmul_float,      \
+        matmul_float_backward, round_floats, int_traits, prepare_activation, matmul_int                         \
+  }
