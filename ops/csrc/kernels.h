@@ -2,10 +2,16 @@
 //
 // A kernel works on raw pointers and on a range of its outermost loop, so that the caller may split it over threads;
 // its result does not depend on the split. Every table is total: it serves all that the ops' schemas allow.
+// The standard headers come here, before a target pragma: a template that std shares between files must not be compiled
+// for an instruction set that only some processors have. For the same reason kernels use no containers.
 // The same source (kernels/*.inl) is compiled once per instruction set unless a kernel has an own, faster variant.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 namespace dasllama {
 
@@ -63,6 +69,29 @@ struct IntMatmul {
   int64_t N, K;
 };
 
+// y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype.
+struct FloatMatmul {
+  const float* x;
+  int64_t x_stride;
+  const uint8_t* w;
+  int64_t row_bytes;
+  int qtype;
+  const float* bias;  // [N] or null
+  float* y;
+  int64_t y_stride;
+  int64_t M, K;
+};
+
+// dx[m, k] = sum over n of grad[m, n] * w[n, k]: contiguous f32, w packed rows of type qtype.
+struct FloatMatmulBackward {
+  const float* grad;
+  const uint8_t* w;
+  int64_t row_bytes;
+  int qtype;
+  float* dx;
+  int64_t M, N, K;
+};
+
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512vnni"
 
@@ -111,6 +140,13 @@ struct Kernels {
                                int64_t row);
   void (*attention_backward_kv)(const AttentionArgs& a, const float* grad, const float* stats, int64_t kv_head,
                                 int64_t page, int64_t start, const int32_t* rows, int64_t n, float* dk, float* dv);
+
+  // Weight rows [begin, end).
+  void (*matmul_float)(const FloatMatmul& p, int64_t begin, int64_t end);
+  // Columns [begin, end) of dx; begin is a multiple of the type's block, and end too unless it is K.
+  void (*matmul_float_backward)(const FloatMatmulBackward& p, int64_t begin, int64_t end);
+  // y[i] = x[i] rounded to qtype, one of F32, F16 and BF16, for i in [begin, end); y may be x.
+  void (*round_floats)(int qtype, const float* x, float* y, int64_t begin, int64_t end);
 
   IntTraits (*int_traits)(int qtype);
   // Rows [begin, end) of x f32 [M, K]: rounds them to a lattice and fills their part of a.

@@ -1,10 +1,9 @@
 // Binding of quant_linear; formula, order of the sums and layouts in ops/quant_linear.py. Integer types in native mode go
 // to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h.
 #include <algorithm>
-#include <vector>
 
-#include "binding.h"
-#include "generated/ggml_types.h"
+#include "packed.h"
+#include "quant_linear_float.h"
 
 namespace dasllama {
 namespace {
@@ -75,30 +74,25 @@ void quant_linear_int(const Kernels& k, const Tensor& x, const Tensor& qweight, 
 
 Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const std::optional<Tensor>& bias,
                     bool native) {
-  const TypeInfo type = type_info(static_cast<int>(qtype));
-  DASLLAMA_CHECK(type.name && type.lattice >= 0, "quant_linear", "qtype ", qtype, " is not a weight type");
-  DASLLAMA_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == 2 && qweight.is_contiguous(),
-                 "quant_linear", "qweight must be contiguous u8 [N, row_bytes]");
-  DASLLAMA_CHECK(qweight.size(1) % type.bytes == 0, "quant_linear", "qweight has rows of ", qweight.size(1),
-                 " bytes, wanted a multiple of ", type.bytes, " for ", type.name);
+  const TypeInfo type = checked_matrix("quant_linear", qweight, qtype);
   const int64_t N = qweight.size(0), K = qweight.size(1) / type.bytes * type.block;
-  DASLLAMA_CHECK(is_floating(x) && x.dim() >= 1, "quant_linear", "x must be a floating tensor of rank 1 or more");
-  DASLLAMA_CHECK(x.size(-1) == K, "quant_linear", "x has rows of ", x.size(-1), " elements, wanted ", K,
-                 " for this qweight in ", type.name);
+  DASLLAMA_CHECK(is_floating(x) && x.dim() >= 1 && x.size(-1) == K, "quant_linear",
+                 "x must be f32, f16 or bf16 [..., ", K, "] for this qweight in ", type.name, ", found ", shape_text(x));
   DASLLAMA_CHECK(x.device() == qweight.device() && (!bias || bias->device() == x.device()), "quant_linear",
                  "x, qweight and bias must be on one device");
   DASLLAMA_CHECK(!bias || (bias->scalar_type() == ScalarType::Float && bias->dim() == 1 && bias->size(0) == N &&
                            bias->is_contiguous()),
-                 "quant_linear", "bias must be contiguous f32 [", N, "]");
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = N;
+                 "quant_linear", "bias must be contiguous f32 [", N, "], found ", shape_text(*bias));
   int64_t M = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); i++) M *= shape[i];
+  for (int64_t i = 0; i + 1 < x.dim(); i++) M *= x.size(i);
   const Tensor x32 = as_f32(x);
-  Tensor y = torch::stable::new_empty(x32, shape);
+  Tensor y = torch::stable::new_empty(x32, with_last(x, N));
   const Kernels& k = kernels();
   count_call("quant_linear", k.name);
-  quant_linear_int(k, x32, qweight, static_cast<int>(qtype), bias ? bias->const_data_ptr<float>() : nullptr, y, M, N, K);
+  if (native && type.block > 1)
+    quant_linear_int(k, x32, qweight, static_cast<int>(qtype), bias ? bias->const_data_ptr<float>() : nullptr, y, M, N, K);
+  else
+    quant_linear_float(k, x32, qweight, static_cast<int>(qtype), bias, native, y, M, N, K);
   return as_dtype(y, x.scalar_type());
 }
 
