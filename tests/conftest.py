@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from dasllama_torch import hub
+from dasllama_torch.ops import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +21,22 @@ def oracle() -> Path:
     if not folder.is_dir():
         _absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(params=registry.isas())
+def isa(request):
+    """Each instruction set that runs here in turn; CPU ops are served by its kernels within the test."""
+    registry.set_isa(request.param)
+    yield request.param
+    registry.set_isa(None)
+
+
+@pytest.fixture
+def threads():
+    """`torch.set_num_threads`, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
