@@ -54,14 +54,13 @@ def dequantize_blocks(qtype: int, blocks: Tensor) -> Tensor:
     if qtype == ggml_types.BF16:
         return (_word(blocks.to(torch.int32), 2) << 16).view(torch.float32)
     parts = unpack_blocks(qtype, blocks)
-    n, block = parts.q.shape
     d = parts.d if parts.scale is None else parts.d * parts.scale.float()
-    y = d[:, :, None] * parts.q.float().view(n, d.shape[1], -1)
+    y = d[:, :, None] * parts.q.float().unflatten(1, (d.shape[1], -1))
     if parts.min is not None:
         y = y - (parts.dmin * parts.min.float())[:, :, None]
     if parts.m is not None:
         y = y + parts.m[:, :, None]
-    return y.reshape(n, block)
+    return y.flatten(1)
 
 
 # ---- bytes to integers and floats -----------------------------------------------------------------------------------
@@ -95,9 +94,8 @@ def _fields(b: Tensor, width: int, bits: int) -> Tensor:
 
     `width` bytes go together: first the lowest field of each of them, then the next higher one of each, and so on.
     """
-    n = b.shape[0]
-    planes = b.view(n, -1, 1, width) >> _range(8, bits, b).view(1, 1, -1, 1)
-    return (planes & (1 << bits) - 1).reshape(n, -1)
+    planes = b.unflatten(1, (-1, 1, width)) >> _range(8, bits, b).view(1, 1, -1, 1)
+    return (planes & (1 << bits) - 1).flatten(1)
 
 
 @functools.cache
@@ -241,7 +239,7 @@ def _tq1_0(b: Tensor) -> Parts:
 
     def digits(part: Tensor, width: int, count: int) -> Tensor:
         powers = torch.tensor([3**i for i in range(count)], dtype=torch.int32, device=b.device).view(1, 1, -1, 1)
-        return ((part.view(len(b), -1, 1, width) * powers & 255) * 3 >> 8).reshape(len(b), -1)
+        return ((part.unflatten(1, (-1, 1, width)) * powers & 255) * 3 >> 8).flatten(1)
 
     q = torch.cat([digits(b[:, :32], 32, 5), digits(b[:, 32:48], 16, 5), digits(b[:, 48:52], 4, 4)], 1)
     return Parts(q - 1, _f16(b, 52))
@@ -258,8 +256,8 @@ def _tq2_0(b: Tensor) -> Parts:
 @_decodes(ggml_types.IQ2_XXS)
 def _iq2_xxs(b: Tensor) -> Parts:
     """Per 32 elements: four grid indices, then four times 7 sign bits and 4 bits of scale."""
-    groups = b[:, 2:].view(len(b), 8, 8)
-    word = _word(groups[:, :, 4:].reshape(len(b), -1), 4)
+    groups = b[:, 2:].unflatten(1, (8, 8))
+    word = _word(groups[:, :, 4:].flatten(1), 4)
     signs = _even_signs((word[:, :, None] >> _range(28, 7, b) & 127).flatten(1))
     q = _lookup("IQ2_XXS_GRID", groups[:, :, :4].flatten(1)) * signs
     return Parts(q, _f16(b, 0) * 0.125, 2 * (word >> 28 & 15) + 1)

@@ -24,6 +24,19 @@ def row_length(op: str, qweight: Tensor, qtype: int) -> int:
     return qweight.shape[-1] // row.bytes * row.block
 
 
+def matrix_shape(op: str, qweight: Tensor, qtype: int) -> tuple[int, int]:
+    """(N, K) of a packed matrix [N, row_bytes], which ops address in place: it must be contiguous. Raises likewise."""
+    K = row_length(op, qweight, qtype)
+    torch._check(
+        qweight.dim() == 2 and qweight.is_contiguous(),
+        lambda: (
+            f"dasllama::{op}: qweight must be a contiguous [N, row_bytes], "
+            f"found {'' if qweight.is_contiguous() else 'strided '}{list(qweight.shape)}"
+        ),
+    )
+    return qweight.shape[0], K
+
+
 def _fake(qweight: Tensor, qtype: int) -> Tensor:
     return qweight.new_empty((*qweight.shape[:-1], row_length("dequantize", qweight, qtype)), dtype=torch.float32)
 

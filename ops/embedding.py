@@ -3,24 +3,23 @@
 import torch
 from torch import Tensor
 
-from dasllama_torch.ops.dequantize import dequantize, row_length
+from dasllama_torch.ops.dequantize import dequantize, matrix_shape
 from dasllama_torch.ops.registry import define
 
 
-def _check(ids: Tensor, qweight: Tensor, qtype: int) -> int:
-    C = row_length("embedding", qweight, qtype)
+def _check(ids: Tensor, qweight: Tensor, qtype: int) -> tuple[int, int]:
     torch._check(
-        qweight.dim() == 2, lambda: f"dasllama::embedding: qweight must be [V, row_bytes], found {list(qweight.shape)}"
+        ids.dtype in (torch.int64, torch.int32) and ids.device == qweight.device,
+        lambda: (
+            f"dasllama::embedding: ids must be int64 or int32 on {qweight.device} like qweight, "
+            f"found {ids.dtype} on {ids.device}"
+        ),
     )
-    torch._check(
-        ids.dtype in (torch.int64, torch.int32),
-        lambda: f"dasllama::embedding: ids must be int64 or int32, found {ids.dtype}",
-    )
-    return C
+    return matrix_shape("embedding", qweight, qtype)
 
 
 def _fake(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
-    return ids.new_empty((*ids.shape, _check(ids, qweight, qtype)), dtype=torch.float32)
+    return ids.new_empty((*ids.shape, _check(ids, qweight, qtype)[1]), dtype=torch.float32)
 
 
 @define(fake=_fake)
@@ -29,8 +28,8 @@ def embedding(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
 
     The product is one f32 multiplication; scale 1.0 leaves rows exact. An id outside [0, V) raises.
     """
-    C = _check(ids, qweight, qtype)
-    V, flat = qweight.shape[0], ids.reshape(-1).long()
+    V, C = _check(ids, qweight, qtype)
+    flat = ids.reshape(-1).long()
     for bad in flat[(flat < 0) | (flat >= V)][:1].tolist():
         raise RuntimeError(f"dasllama::embedding: id {bad} is outside the table of {V} rows")
     return (dequantize.reference(qweight[flat], qtype) * scale).view(*ids.shape, C)

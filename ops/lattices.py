@@ -19,17 +19,18 @@ from torch import Tensor
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.registry import define
 
-_FLOATS = {ggml_types.F32: torch.float32, ggml_types.F16: torch.float16, ggml_types.BF16: torch.bfloat16}
-LATTICES = (*_FLOATS, ggml_types.Q8_0, ggml_types.Q8_1, ggml_types.Q8_K)
+_FLOAT_LATTICES = {ggml_types.F32: torch.float32, ggml_types.F16: torch.float16, ggml_types.BF16: torch.bfloat16}
+LATTICES = (*_FLOAT_LATTICES, ggml_types.Q8_0, ggml_types.Q8_1, ggml_types.Q8_K)
+FLOATS = tuple(_FLOAT_LATTICES.values())  # dtypes of activations
 
 
 def _check(x: Tensor, lattice: int) -> None:
     torch._check(lattice in LATTICES, lambda: f"dasllama::quantize_activation: type {lattice} is not a lattice")
     block = ggml_types.GGML_TYPES[lattice].block
     torch._check(
-        x.is_floating_point() and x.dim() >= 1 and x.shape[-1] % block == 0,
+        x.dtype in FLOATS and x.dim() >= 1 and x.shape[-1] % block == 0,
         lambda: (
-            f"dasllama::quantize_activation: x must be floating [..., a multiple of {block}], "
+            f"dasllama::quantize_activation: x must be f32, f16 or bf16 [..., a multiple of {block}], "
             f"found {x.dtype} {list(x.shape)}"
         ),
     )
@@ -37,8 +38,8 @@ def _check(x: Tensor, lattice: int) -> None:
 
 def _fake(x: Tensor, lattice: int) -> Tensor:
     _check(x, lattice)
-    if lattice in _FLOATS:
-        return x.new_empty(x.shape, dtype=_FLOATS[lattice])
+    if lattice in _FLOAT_LATTICES:
+        return x.new_empty(x.shape, dtype=_FLOAT_LATTICES[lattice])
     return x.new_empty((*x.shape[:-1], ggml_types.GGML_TYPES[lattice].row_bytes(x.shape[-1])), dtype=torch.uint8)
 
 
@@ -49,21 +50,22 @@ def quantize_activation(x: Tensor, lattice: int) -> Tensor:
     lattice: id of F32, F16, BF16, Q8_0, Q8_1 or Q8_K. K must be a multiple of the lattice's block.
     """
     _check(x, lattice)
-    if lattice in _FLOATS:
-        return x.to(_FLOATS[lattice], memory_format=torch.contiguous_format, copy=True)
+    if lattice in _FLOAT_LATTICES:
+        return x.to(_FLOAT_LATTICES[lattice], memory_format=torch.contiguous_format, copy=True)
     row = ggml_types.GGML_TYPES[lattice]
     v = x.float().reshape(-1, row.block)
     # Magnitudes compare as integers, where NaN is above all numbers; of equal ones the first decides the sign in Q8_K.
     at = (v.contiguous().view(torch.int32) & 0x7FFFFFFF).argmax(-1, keepdim=True)
     top = v.gather(1, at)
+    full = torch.full_like(top, 127.0)  # a Python number over a tensor would be a reciprocal and a product
     if lattice == ggml_types.Q8_K:
-        inverse = torch.where(top == 0, 0.0, -127.0 / top)
+        inverse = torch.where(top == 0, 0.0, -full / top)
         q = _nearest(v * inverse)
         d = torch.where(top == 0, 0.0, 1.0 / inverse)
         parts = [_bytes(d), q, _bytes(q.view(-1, 16, 16).sum(-1, dtype=torch.int16))]
     else:
         d = top.abs() / 127.0
-        q = _nearest(v * torch.where(top == 0, 0.0, 127.0 / top.abs()))
+        q = _nearest(v * torch.where(top == 0, 0.0, full / top.abs()))
         parts = [_bytes(d.half()), q]
         if lattice == ggml_types.Q8_1:
             parts.insert(1, _bytes((d * q.sum(-1, keepdim=True, dtype=torch.int32).float()).half()))
@@ -78,7 +80,7 @@ def _nearest(v: Tensor) -> Tensor:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 class Activation(NamedTuple):
@@ -93,7 +95,7 @@ class Activation(NamedTuple):
 def unpack_activation(lattice: int, rows: Tensor) -> Activation:
     """u8 [M, row_bytes] of `quantize_activation` on Q8_0, Q8_1 or Q8_K -> integers and scales."""
     row = ggml_types.GGML_TYPES[lattice]
-    b = rows.view(rows.shape[0], -1, row.bytes)
+    b = rows.view(rows.shape[0], rows.shape[1] // row.bytes, row.bytes)
     floats = 4 if lattice != ggml_types.Q8_0 else 2
     q = b[:, :, floats : floats + row.block].contiguous().view(torch.int8).int()
 

@@ -23,34 +23,30 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.ops import blocks, ggml_types
-from dasllama_torch.ops.dequantize import dequantize, row_length
-from dasllama_torch.ops.lattices import quantize_activation, unpack_activation
+from dasllama_torch.ops.dequantize import dequantize, matrix_shape
+from dasllama_torch.ops.lattices import FLOATS, quantize_activation, unpack_activation
 from dasllama_torch.ops.registry import define, register_backward
 
 
-def _check(op: str, x: Tensor, width: int, what: str) -> None:
+def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
     torch._check(
-        x.is_floating_point() and x.dim() >= 1 and x.shape[-1] == width,
+        t.dtype in FLOATS and t.dim() >= 1 and t.shape[-1] == width and t.device == qweight.device,
         lambda: (
-            f"dasllama::{op}: {what} must be floating [..., {width}] for this qweight, found {x.dtype} {list(x.shape)}"
+            f"dasllama::{op}: {what} must be f32, f16 or bf16 [..., {width}] on {qweight.device} for this qweight, "
+            f"found {t.dtype} {list(t.shape)} on {t.device}"
         ),
     )
 
 
-def _check_matrix(op: str, qweight: Tensor, qtype: int) -> tuple[int, int]:
-    K = row_length(op, qweight, qtype)
-    torch._check(
-        qweight.dim() == 2, lambda: f"dasllama::{op}: qweight must be [N, row_bytes], found {list(qweight.shape)}"
-    )
-    return qweight.shape[0], K
-
-
 def _check_all(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> int:
-    N, K = _check_matrix("quant_linear", qweight, qtype)
-    _check("quant_linear", x, K, "x")
+    N, K = matrix_shape("quant_linear", qweight, qtype)
+    _check("quant_linear", "x", x, K, qweight)
     torch._check(
-        bias is None or (bias.dtype == torch.float32 and bias.shape == (N,)),
-        lambda: f"dasllama::quant_linear: bias must be f32 [{N}], found {bias.dtype} {list(bias.shape)}",
+        bias is None or (bias.dtype == torch.float32 and bias.shape == (N,) and bias.device == x.device),
+        lambda: (
+            f"dasllama::quant_linear: bias must be f32 [{N}] on {x.device}, "
+            f"found {bias.dtype} {list(bias.shape)} on {bias.device}"
+        ),
     )
     return N
 
@@ -84,22 +80,23 @@ def _fold(x: Tensor, qweight: Tensor, row: ggml_types.GGMLType) -> Tensor:
     M, N, K = x.shape[0], qweight.shape[0], x.shape[1]
     w = blocks.unpack_blocks(row.id, qweight.reshape(-1, row.bytes))
     a = unpack_activation(row.lattice, quantize_activation.reference(x, row.lattice))
-    qw = w.q if w.scale is None else w.q * w.scale.repeat_interleave(row.block // w.scale.shape[1], 1)
-    dw = w.d.view(N, -1)
-    unit = min(ggml_types.GGML_TYPES[row.lattice].block, row.block // w.d.shape[1])
+    span_x, span_w = ggml_types.GGML_TYPES[row.lattice].block, row.block // w.d.shape[1]  # elements under one d
+    unit = min(span_x, span_w)
+    units = K // unit
     # Integer products as f64: below 2^53, so that a matrix product of them is exact in any order.
-    qw, qx = qw.view(N, -1, unit).double(), a.q.view(M, -1, unit).double()
+    qw = w.q if w.scale is None else w.q * w.scale.repeat_interleave(row.block // w.scale.shape[1], 1)
+    qw, qx = qw.view(N, units, unit).double(), a.q.view(M, units, unit).double()
+    dw = w.d.view(N, K // span_w)
     acc = x.new_zeros(M, N, dtype=torch.float32)
-    for u in range(K // unit):
-        at_w, at_x = u * dw.shape[1] * unit // K, u * a.d.shape[1] * unit // K
-        dx = a.d[:, at_x, None]
-        acc = _fma((qx[:, u] @ qw[:, u].T).float(), dw[None, :, at_w] * dx, acc)
+    for u in range(units):
+        dx = a.d[:, u * unit // span_x, None]
+        acc = _fma((qx[:, u] @ qw[:, u].T).float(), dw[None, :, u * unit // span_w] * dx, acc)
         if w.m is not None:
-            acc = _fma(w.m.view(N, -1)[None, :, u], a.s[:, u, None], acc)
+            acc = _fma(w.m.view(N, units)[None, :, u], a.s[:, u, None], acc)
         if w.min is not None:
-            low = w.min.view(N, -1, w.min.shape[1])[:, u].double()
-            sums = a.sums[:, u].view(M, low.shape[1], -1).sum(-1).double()
-            acc = _fma(-(sums @ low.T).float(), w.dmin.view(N, -1)[None, :, u] * dx, acc)
+            low = w.min.view(N, units, w.min.shape[1])[:, u].double()
+            sums = a.sums[:, u].view(M, low.shape[1], 16 // low.shape[1]).sum(-1).double()
+            acc = _fma(-(sums @ low.T).float(), w.dmin.view(N, units)[None, :, u] * dx, acc)
     return acc
 
 
@@ -121,8 +118,8 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _fake_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
-    N, K = _check_matrix("quant_linear_backward", qweight, qtype)
-    _check("quant_linear_backward", grad, N, "grad")
+    N, K = matrix_shape("quant_linear_backward", qweight, qtype)
+    _check("quant_linear_backward", "grad", grad, N, qweight)
     return grad.new_empty((*grad.shape[:-1], K))
 
 
@@ -132,8 +129,8 @@ def quant_linear_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
 
     The rounding of the activation passes gradients straight through, so both modes have this one gradient.
     """
-    N, K = _check_matrix("quant_linear_backward", qweight, qtype)
-    _check("quant_linear_backward", grad, N, "grad")
+    N, K = matrix_shape("quant_linear_backward", qweight, qtype)
+    _check("quant_linear_backward", "grad", grad, N, qweight)
     dx = grad.reshape(-1, N).float() @ dequantize.reference(qweight, qtype)
     return dx.to(grad.dtype).view(*grad.shape[:-1], K)
 

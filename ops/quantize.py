@@ -10,7 +10,7 @@ from dasllama_torch.ops.registry import define
 
 
 def _bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _top(v: Tensor) -> Tensor:
@@ -86,4 +86,4 @@ def quantize(x: Tensor, qtype: int) -> Tensor:
     """
     size = _row_bytes(x, qtype)
     packed = _QUANTIZERS[qtype](x.reshape(-1, ggml_types.GGML_TYPES[qtype].block))
-    return packed.clone().view(*x.shape[:-1], size) if qtype == ggml_types.F32 else packed.view(*x.shape[:-1], size)
+    return packed.view(*x.shape[:-1], size)

@@ -19,6 +19,16 @@ REAL_GREEDY_MARGIN = 1e-2  # fp32 mode against transformers
 # d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
 GRADIENT = 1e-4
 
+# Half the distance from 1 to the next f32. A sum in f32 is off by at most this, times the roundings on the way of a
+# product through the sum, times the sum of the products' magnitudes (Higham, Accuracy and Stability, 3.1).
+F32_ROUNDOFF = 2.0**-24
+# One rounding of the result to the activation's type, relative.
+OUTPUT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+# Products of one matrix against ggml's own, which folds the same rounded activations in another order; relative to the
+# largest result.
+GGML_PRODUCT = 1e-6
+
 # Rotary frequencies: one pow and one division in f32.
 INV_FREQ = 3e-7
 

@@ -7,7 +7,7 @@ namespace {
 Tensor embedding(const Tensor& ids, const Tensor& qweight, int64_t qtype, double scale) {
   const TypeInfo type = checked_matrix("embedding", qweight, qtype);
   DASLLAMA_CHECK(ids.is_cpu() && (ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int),
-                 "embedding", "ids must be int64 or int32 on the CPU");
+                 "embedding", "ids must be int64 or int32 on the CPU like qweight");
   const Tensor ids64 = torch::stable::contiguous(
       ids.scalar_type() == ScalarType::Long ? ids : torch::stable::to(ids, ScalarType::Long));
   const int64_t n = ids64.numel(), V = qweight.size(0), row_bytes = qweight.size(1);
