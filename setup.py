@@ -21,6 +21,7 @@ setup(
             depends=HEADERS,
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-std=c++17",
                 "-ffp-contract=off",  # a sum gives the same bits on every instruction set
                 "-fno-math-errno",

@@ -31,3 +31,15 @@ GGML_PRODUCT = 1e-6
 
 # Rotary frequencies: one pow and one division in f32.
 INV_FREQ = 3e-7
+
+# exp, tanh and what is built of them, against float64: two units in the last place of f32 and the rounding of a few
+# products. Relative.
+ACTIVATION = 5e-7
+# ... and where tanh-GELU falls to zero, exp magnifies the rounding of its argument: relative to |x * up|, below one unit.
+ACTIVATION_TAIL = 5e-8
+# Attention in f32 against float64: sums over up to a thousand keys. Absolute; queries, keys and values are standard normal.
+ATTENTION = 3e-6
+# ... and its gradients, which sum over rows too. Relative to the gradient's largest magnitude.
+ATTENTION_GRADIENT = 5e-6
+# Cosine and sine of an f32 angle, rounded to f32 once and scaled.
+ROPE_TABLE = 1.3e-7
