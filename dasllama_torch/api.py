@@ -16,9 +16,9 @@ from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
-from dasllama_torch.gguf.requantized_source import RequantizedSource
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
 from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.text.tokenizer import Tokenizer
 

@@ -292,7 +292,7 @@ def test_run_streams_what_generate_yields(capsys, monkeypatch, demo_model):
 
 
 def test_run_says_what_does_not_fit(capsys, demo_model):
-    assert "n_ctx" in fails(capsys, "run", demo_model, "one two three four five six", "--ctx", "3")
+    assert "context of 3" in fails(capsys, "run", demo_model, "one two three four five six", "--ctx", "3")
     assert "the prompt is empty" in fails(capsys, "run", demo_model, "")
 
 

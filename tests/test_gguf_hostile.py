@@ -63,11 +63,11 @@ def refuse(tmp_path):
         path = tmp_path / name
         path.write_bytes(content)
         tracemalloc.start()
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             with pytest.raises(GGUFError) as caught:
                 GGUFFile(path)
-            seconds, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+            seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
         for part in (name, *parts):
@@ -452,29 +452,29 @@ def test_truncation_at_every_byte(tmp_path):
     path.write_bytes(content)
     assert len(GGUFFile(path).tensors) == 12
     assert len(content) > 5000
-    start = time.perf_counter()
+    start = time.process_time()
     used = len(content) - 32  # the last tensor's rows do not fill the last 64 bytes
     for size in [*range(used - 1, 4096, -97), *range(4096, -1, -1)]:
         os.truncate(path, size)
         with pytest.raises(GGUFError, match=r"truncated|empty"):
             GGUFFile(path)
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
 
 
 def test_extreme_numbers_at_every_byte(tmp_path):
-    """A count, length, type, offset or dimension is somewhere; each gets each of these values."""
+    """Wherever a count, length, type, offset or dimension is, it gets two of these values, and each byte of it."""
     content = everything()
-    header = content.index(b"blk.0.weight") + 200
+    header = content.index(b"blk.0.weight") + 200  # some tensors' entries; all others are like them
     path = tmp_path / "model.gguf"
     slowest = 0.0
     extremes = [0, 1 << 31, 1 << 58, (1 << 64) - 1]
     tokens = content.index(b"tokens") + 60  # the strings after this are alike
     for at in [*range(8, tokens), *range(tokens, header - 250, 41), *range(header - 250, header)]:
-        for value in extremes:
+        for value in extremes[at % 2 :: 2]:
             path.write_bytes(content[:at] + u64(value) + content[at + 8 :])
-            start = time.perf_counter()
+            start = time.process_time()
             walk(path)
-            slowest = max(slowest, time.perf_counter() - start)
+            slowest = max(slowest, time.process_time() - start)
     assert slowest < 1
 
 
@@ -483,7 +483,7 @@ EDIT = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(EDIT, min_size=1, max_size=6))
 def test_random_edits(tmp_path, edits):
     content = bytearray(everything())
@@ -499,7 +499,9 @@ def test_random_edits(tmp_path, edits):
             content[at : at + 64] = content[at // 2 : at // 2 + 64]
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
+    start = time.process_time()
     walk(path)
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sparse files of a terabyte")
@@ -511,7 +513,7 @@ def test_a_sparse_file_of_claims_is_not_read(tmp_path):
         os.truncate(path, 1 << 40)
     except OSError as e:
         pytest.skip(f"no sparse file of a terabyte here: {e}")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(GGUFError, match=f"{1 << 31} keys, wanted at most"):
         GGUFFile(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1

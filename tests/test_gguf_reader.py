@@ -248,13 +248,13 @@ def test_a_large_vocabulary_is_fast(tmp_path):
         "tokenizer.ggml.merges": tokens,
     }
     write_gguf(path, "llama", keys, {})
-    start = time.perf_counter()
+    start = time.process_time()
     metadata = GGUFFile(path).metadata
-    opened = time.perf_counter() - start
+    opened = time.process_time() - start
     assert list(metadata.strings("tokenizer.ggml.tokens")) == tokens
     assert metadata.floats("tokenizer.ggml.scores", length=count)[-1] == count - 1
     assert opened < 1
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 class TestStrings:

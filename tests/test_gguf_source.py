@@ -90,6 +90,18 @@ def test_unasked(source, floats):
     assert source.scoped("out").unasked() == left[2:]
 
 
+def test_rows(source, floats):
+    assert source.rows("token_embd.weight") == 5
+    assert source.layer(0).rows("attn_q.weight") == 8
+    assert source.unasked() == list(floats)
+    with pytest.raises(
+        GGUFError, match=r"'blk.0.attn_qq.weight' is missing, wanted its number of rows; close: 'blk.0.attn_q"
+    ):
+        source.layer(0).rows("attn_qq.weight")
+    with pytest.raises(GGUFError, match="'token_embd.weight' has no number of rows of its own"):
+        RandomSource().rows("token_embd.weight")
+
+
 def test_missing_tensors(source):
     with pytest.raises(GGUFError) as caught:
         source.layer(0).get("attn_qq.weight", 8, 32)

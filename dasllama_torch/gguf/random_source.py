@@ -74,7 +74,7 @@ class RandomSource(TensorSource):
     def _fetch(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
         qtype = self._qtype(name, shape) if len(shape) > 1 else t.F32
         if qtype in FLOAT_TYPES:
-            data = self._floats(name, shape).to(FLOAT_TYPES[qtype]).view(torch.uint8)
+            data = self._floats(name, shape).reshape(shape or (1,)).to(FLOAT_TYPES[qtype]).view(torch.uint8)
         else:
             data = self._blocks(name, shape, qtype)
         return PackedTensor(name, shape, qtype, data)

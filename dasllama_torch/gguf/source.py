@@ -73,10 +73,16 @@ class TensorSource(ABC):
         return self.prefix + name in self.names()
 
     def rows(self, name: str) -> int:
-        """The first dimension of a tensor, where no key tells it. Looking is not asking. GGUFError if it is missing."""
-        tensor = self._fetch(self.prefix + name, ())
+        """The first dimension of a tensor, where no key tells it. Looking is not asking. Raises GGUFError if there is
+        none to tell: the tensor is missing, or made to measure."""
+        full = self.prefix + name
+        tensor = self._fetch(full, ())
         if tensor is None:
-            raise GGUFError(f"{self.origin}: tensor {quote(self.prefix + name)} is missing{self._hint(name)}")
+            raise GGUFError(
+                f"{self.origin}: tensor {quote(full)} is missing, wanted its number of rows{self._hint(full)}"
+            )
+        if not tensor.shape:
+            raise GGUFError(f"{self.origin}: tensor {quote(full)} has no number of rows of its own, wanted one")
         return tensor.shape[0]
 
     def get(self, name: str, *shape: int) -> PackedTensor:
