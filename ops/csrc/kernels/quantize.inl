@@ -89,7 +89,7 @@ static void pack_q8_0(const float* x, uint8_t* out) {
     const uint32_t bits = as_bits(x[i] * inverse), a = bits & 0x7fffffff;
     const float m = as_float(a < as_bits(127.5f) ? a : 0);
     const int32_t whole = static_cast<int32_t>(m);
-    const int32_t nearest = whole + (as_bits(m - static_cast<float>(whole)) >= as_bits(0.51f) ? 1 : 0);
+    const int32_t nearest = whole + (as_bits(m - static_cast<float>(whole)) >= as_bits(0.5f) ? 1 : 0);
     const int32_t minus = -static_cast<int32_t>(bits >> 31);
     q[i] = static_cast<int8_t>((nearest ^ minus) - minus);
   }
