@@ -6,6 +6,7 @@ T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows.
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,18 +75,22 @@ class Batch:
         )  # fmt: skip
 
     def wanted(self) -> Tensor:
-        """float64 [T, H, Dv], one row and head at a time."""
-        out = torch.zeros(len(self.q), self.H, self.Dv, dtype=torch.float64)
-        for t, (s, pos, end) in enumerate(
-            zip(self.row_seq.tolist(), self.row_pos.tolist(), self.row_end.tolist(), strict=True)
-        ):
+        """float64 [T, H, Dv], one row at a time."""
+        out = np.zeros((len(self.q), self.H, self.Dv))
+        queries = self.q.double().unflatten(1, (self.G, self.H // self.G)).numpy()
+        rows = zip(self.row_seq.tolist(), self.row_pos.tolist(), self.row_end.tolist(), strict=True)
+        for t, (s, pos, end) in enumerate(rows):
             seen = [j for j in range(end) if s >= 0 and (not self.window or j > pos - self.window)]
-            for h in range(self.H if seen else 0):
-                g = h * self.G // self.H
-                score = self.keys[s][seen, g] @ self.q[t, h].double() / math.sqrt(self.D)
-                if self.softcap:
-                    score = self.softcap * torch.tanh(score / self.softcap)
-                weight = torch.exp(score)  # no shift: the scores are small, and the ops' shift is under test
-                total = weight.sum() + (self.sinks[h].double().exp() if self.sinks is not None else 0)
-                out[t, h] = weight @ self.values[s][seen, g] / total
-        return out
+            if not seen:
+                continue
+            score = np.einsum("gid,jgd->gij", queries[t], self.keys[s].numpy()[seen]) / math.sqrt(self.D)
+            if self.softcap:
+                score = self.softcap * np.tanh(score / self.softcap)
+            weight = np.exp(score)  # no shift: the scores are small, and the ops' shift is under test
+            total = weight.sum(2)
+            if self.sinks is not None:
+                total += np.exp(self.sinks.double().view(self.G, -1).numpy())
+            out[t] = np.einsum("gij,jgd->gid", weight / total[..., None], self.values[s].numpy()[seen]).reshape(
+                self.H, -1
+            )
+        return torch.from_numpy(out)

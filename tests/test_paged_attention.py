@@ -87,7 +87,7 @@ def test_keys_and_values_of_different_dtypes(isa):
 
 
 def test_a_window_counts_the_key_itself(isa):
-    """W = 4: the row at position 4 sees keys 1 to 4. The values are unit vectors, so the output is the probabilities."""
+    """W = 4: the row at position 4 sees keys 1 to 4. Unit vectors as values: the output is the probabilities."""
     batch = Batch([(0, 9)], H=1, G=1, D=16, window=4)
     batch.v_cache[:] = 0
     page = batch.block_table[0, 0]
@@ -272,7 +272,7 @@ def test_pages_without_visible_keys_are_not_looked_up(isa):
 
 
 def test_views_of_q(isa):
-    """Slices of a fused projection inside NaN, transposed heads, more leading dims, leading dims that do not flatten."""
+    """Slices of a fused projection inside NaN, transposed heads, more leading dims, some that do not flatten."""
     batch = Batch([(3, 6)], H=4, G=2, D=32)
     wanted = paged_attention(*batch.args())
     rest = batch.args()[1:]
@@ -306,7 +306,7 @@ def test_no_rows():
 
 def test_errors_of_shapes_and_dtypes():
     batch = Batch([(3, 6)])
-    names = "q k_cache v_cache block_table row_seq row_pos row_end scale window softcap sinks".split()
+    names = [argument.name for argument in paged_attention._schema.arguments]
     good = dict(zip(names, batch.args(), strict=True))
     for change, message in [
         ({"q": good["q"].int()}, "q must be a floating tensor"),

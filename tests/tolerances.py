@@ -35,9 +35,9 @@ INV_FREQ = 3e-7
 # exp, tanh and what is built of them, against float64: two units in the last place of f32 and the rounding of a few
 # products. Relative.
 ACTIVATION = 5e-7
-# ... and where tanh-GELU falls to zero, exp magnifies the rounding of its argument: relative to |x * up|, below one unit.
+# ... and where tanh-GELU falls to zero, exp magnifies the rounding of its argument. Relative to |x * up|.
 ACTIVATION_TAIL = 5e-8
-# Attention in f32 against float64: sums over up to a thousand keys. Absolute; queries, keys and values are standard normal.
+# Attention in f32 against float64: sums over up to a thousand keys. Absolute; q, k and v are standard normal.
 ATTENTION = 3e-6
 # ... and its gradients, which sum over rows too. Relative to the gradient's largest magnitude.
 ATTENTION_GRADIENT = 5e-6
