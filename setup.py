@@ -27,6 +27,8 @@ setup(
                 "-fno-math-errno",
                 "-fvisibility=hidden",
                 "-Wno-psabi",
+                "-Wno-uninitialized",  # GCC 12 mistakes the undefined registers of its own AVX-512 header
+                "-Wno-maybe-uninitialized",
                 "-DTORCH_TARGET_VERSION=0x020a000000000000",
                 "-DPy_LIMITED_API=0x030a0000",
             ],
