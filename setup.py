@@ -21,11 +21,14 @@ setup(
             depends=HEADERS,
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-std=c++17",
                 "-ffp-contract=off",  # a sum gives the same bits on every instruction set
                 "-fno-math-errno",
                 "-fvisibility=hidden",
                 "-Wno-psabi",
+                "-Wno-uninitialized",  # GCC 12 mistakes the undefined registers of its own AVX-512 header
+                "-Wno-maybe-uninitialized",
                 "-DTORCH_TARGET_VERSION=0x020a000000000000",
                 "-DPy_LIMITED_API=0x030a0000",
             ],

@@ -13,6 +13,7 @@ namespace dasllama {
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512vnni;
 #endif
 
 namespace {
@@ -24,10 +25,17 @@ struct Candidate {
 
 // Slowest first. __builtin_cpu_supports also checks that the operating system saves the registers.
 const Candidate* candidates(int* n) {
+#if defined(__x86_64__)
+  static const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
   static const Candidate all[] = {
       {&kernels_scalar, true},
 #if defined(__x86_64__)
-      {&kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+      {&kernels_avx2, avx2},
+      {&kernels_avx512vnni, avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                                __builtin_cpu_supports("avx512vnni")},
 #endif
   };
   *n = sizeof(all) / sizeof(all[0]);

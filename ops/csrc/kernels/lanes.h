@@ -14,17 +14,18 @@
 
 #include "../half.h"
 
-#if defined(__AVX2__)
+#if defined(DASLLAMA_ISA_AVX2)
 #include <immintrin.h>
 #endif
 
 namespace {
 
 #define DASLLAMA_INLINE inline __attribute__((always_inline))
+#define DASLLAMA_NOINLINE __attribute__((noinline))
 
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX512)
 constexpr int kWidth = 16;  // f32 lanes of one register
-#elif defined(__AVX2__)
+#elif defined(DASLLAMA_ISA_AVX2)
 constexpr int kWidth = 8;
 #else
 constexpr int kWidth = 4;
@@ -39,10 +40,10 @@ struct Two {
   V lo, hi;
 };
 
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX512)
 typedef fvec f32x16;
 typedef ivec i32x16;
-#elif defined(__AVX2__)
+#elif defined(DASLLAMA_ISA_AVX2)
 typedef Two<fvec> f32x16;
 typedef Two<ivec> i32x16;
 #else
@@ -82,9 +83,9 @@ DASLLAMA_INLINE Two<V>& operator+=(Two<V>& a, Two<V> b) {
 
 // a * b + c, rounded once.
 DASLLAMA_INLINE fvec fma(fvec a, fvec b, fvec c) {
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX512)
   return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
+#elif defined(DASLLAMA_ISA_AVX2)
   return _mm256_fmadd_ps(a, b, c);
 #else
   for (int i = 0; i < kWidth; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -99,9 +100,9 @@ DASLLAMA_INLINE fvec load_one(const float* p) { return *reinterpret_cast<const u
 DASLLAMA_INLINE void store_one(float* p, fvec v) { *reinterpret_cast<unaligned_fvec*>(p) = v; }
 
 DASLLAMA_INLINE fvec load_one(const f16* p) {
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX512)
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
+#elif defined(DASLLAMA_ISA_AVX2)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   fvec v;
@@ -111,9 +112,9 @@ DASLLAMA_INLINE fvec load_one(const f16* p) {
 }
 
 DASLLAMA_INLINE void store_one(f16* p, fvec v) {
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX512)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__AVX2__)
+#elif defined(DASLLAMA_ISA_AVX2)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
   for (int i = 0; i < kWidth; i++) p[i].bits = dasllama::f32_to_f16(v[i]);
@@ -209,8 +210,8 @@ DASLLAMA_INLINE float sum16(f32x16 v) {
 
 // sum16 of four at once.
 DASLLAMA_INLINE void sum16(f32x16 a, f32x16 b, f32x16 c, f32x16 d, float* sums) {
-#if defined(__AVX2__)
-#if defined(__AVX512F__)
+#if defined(DASLLAMA_ISA_AVX2)
+#if defined(DASLLAMA_ISA_AVX512)
   const auto half = [](__m512 v) {
     return _mm512_castps512_ps256(v) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
   };

@@ -1,7 +1,16 @@
-// The kernels of one instruction set, in the order of struct Kernels. Included by kernels_<isa>.cpp.
+// The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
+// kernels_<isa>.cpp.
 #include "../blocks.h"
+#include "fma_lanes.h"
 #include "lanes.h"
 #include "lanes_math.h"
+#if defined(DASLLAMA_ISA_AVX512)
+#include "simd_avx512.h"
+#include "sources_simd.h"
+#elif defined(DASLLAMA_ISA_AVX2)
+#include "simd_avx2.h"
+#include "sources_simd.h"
+#endif
 
 namespace dasllama {
 namespace {
@@ -13,5 +22,42 @@ namespace {
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
+#include "matmul_float.inl"
+#include "matmul_float_backward.inl"
+#include "prepare_activation.inl"
+namespace int_dot {  // has vectors of its own
+#if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
+#include "matmul_int.inl"
+#else
+#include "matmul_int_scalar.inl"
+#endif
+}  // namespace int_dot
 }  // namespace
 }  // namespace dasllama
+
+#define DASLLAMA_TABLE(name)            \
+  {                                     \
+    name,                               \
+    rms_norm,                           \
+    rms_norm_backward,                  \
+    dequantize,                         \
+    embedding,                          \
+    quantize_activation,                \
+    quantize,                           \
+    rope_tables,                        \
+    rope,                               \
+    gated_act,                          \
+    gated_act_backward,                 \
+    kv_write,                           \
+    attention_split,                    \
+    attention_merge,                    \
+    attention_finish,                   \
+    attention_backward_q,               \
+    attention_backward_kv,              \
+    matmul_float,                       \
+    matmul_float_backward,              \
+    round_floats,                       \
+    int_dot::int_traits,                \
+    prepare_activation,                 \
+    int_dot::matmul_int                 \
+  }

@@ -1,0 +1,247 @@
+// Decoding of the common packed types in vectors, for a strip of kLanes weight rows. The scalar twin of every type is in
+// ../blocks.h; what is decoded here are the same integers and floats.
+//
+// A group is the elements that share a scale: 32 or 16, that is kParts = 2 or 1 units of 16 bytes. `unpack` turns a piece
+// of one row into weights: vector part holds, in unit i, elements 16 * part .. 16 * part + 15 of some group i. A weight
+// is stored as weight + kBias, a byte in 0 .. kMax, or, with kMax = 128, as a signed byte with its sign bit flipped where
+// the instruction set wants that (kFlip). Scales come for the whole strip at once: lane r belongs to row r.
+#pragma once
+#include "../blocks.h"
+
+namespace dasllama {
+namespace {
+namespace int_dot {
+
+constexpr int kSignedBias = kFlip;
+
+// kUnits blocks of one row, kBytes apart; only the first `last + 1` exist where kFull is false.
+template <int kBytes, bool kFull>
+struct Span {
+  const uint8_t* p;
+  int last;
+  DASLLAMA_INLINE Ints load(int at) const {
+    return kFull ? load_units(p + at, kBytes) : load_units(p + at, kBytes, last);
+  }
+};
+
+// Sixteen signed values for `lookup`, in the form in which weights are multiplied.
+template <int kXor>
+DASLLAMA_INLINE __m128i value_table(const int8_t* values) {
+  return _mm_xor_si128(load_unit(reinterpret_cast<const uint8_t*>(values)), _mm_set1_epi8(static_cast<char>(kXor)));
+}
+
+// ---- blocks of 32: two parts. Each gives d (and m) from the first four bytes of a block. --------------------------------
+
+struct FastQ4_0 {
+  static constexpr int kBytes = 18, kMax = 15, kBias = 8;
+  static constexpr bool kAdd = false;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const Ints q = s.load(2);
+    w[0] = low_nibbles(q);
+    w[1] = high_nibbles(q);
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastQ4_1 {
+  static constexpr int kBytes = 20, kMax = 15, kBias = 0;
+  static constexpr bool kAdd = true;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const Ints q = s.load(4);
+    w[0] = low_nibbles(q);
+    w[1] = high_nibbles(q);
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastQ5_0 {
+  static constexpr int kBytes = 22, kMax = 31, kBias = 16;
+  static constexpr bool kAdd = false;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const Ints head = s.load(0), q = s.load(6);
+    w[0] = add_fifth_bits(low_nibbles(q), head, 2);
+    w[1] = add_fifth_bits(high_nibbles(q), head, 4);
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastQ5_1 {
+  static constexpr int kBytes = 24, kMax = 31, kBias = 0;
+  static constexpr bool kAdd = true;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const Ints head = s.load(0), q = s.load(8);
+    w[0] = add_fifth_bits(low_nibbles(q), head, 4);
+    w[1] = add_fifth_bits(high_nibbles(q), head, 6);
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastQ8_0 {
+  static constexpr int kBytes = 34, kMax = 128, kBias = kSignedBias;
+  static constexpr bool kAdd = false;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    w[0] = bit_xor(s.load(2), splat_bytes(kFlip));
+    w[1] = bit_xor(s.load(18), splat_bytes(kFlip));
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastIQ4_NL {
+  static constexpr int kBytes = 18, kMax = 128, kBias = kSignedBias;
+  static constexpr bool kAdd = false;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const __m128i table = value_table<kFlip>(IQ4_VALUES);
+    const Ints q = s.load(2);
+    w[0] = lookup(table, low_nibbles(q));
+    w[1] = lookup(table, high_nibbles(q));
+  }
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+struct FastMXFP4 {
+  static constexpr int kBytes = 17, kMax = 24, kBias = 12;  // FP4_VALUES are -12 to 12
+  static constexpr bool kAdd = false;
+  template <class S>
+  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
+    const __m128i table = _mm_add_epi8(value_table<0>(FP4_VALUES), _mm_set1_epi8(kBias));
+    const Ints q = s.load(1);
+    w[0] = lookup(table, low_nibbles(q));
+    w[1] = lookup(table, high_nibbles(q));
+  }
+  // mxfp4_scale of blocks.h: (e - 1) << 23, and 0x00200000 << e for the subnormal e = 0 and 1.
+  static DASLLAMA_INLINE Floats d(Ints head) {
+    const Ints e = bit_and(head, splat_ints(255)), less = add(e, splat_ints(-1));
+    const Ints tiny = shift_left(add(e, splat_ints(1)), 21);
+    return as_floats(select_less(e, 2, tiny, shift_left(less, 23)));
+  }
+};
+
+// ---- blocks of 256 ---------------------------------------------------------------------------------------------------
+
+// The scales of 256 elements of a strip, kGroups of them, in the order in which the fold wants them.
+template <int kGroups, bool kMin>
+struct SuperScales {
+  Floats d, dmin;
+  Ints scale[kGroups];
+  Ints mins[kMin ? kGroups / 2 : 1];  // pairs of 16 bits: the even group's min is the lower
+};
+
+// A step decodes kSets * kUnits groups: set s, unit i is group(step, s, i), its parts are w[s * kParts + part].
+template <int kGroup, int kSetsPerStep, bool kHasMin>
+struct SuperLayout {
+  static constexpr int kBlock = 256, kSets = kSetsPerStep;
+  static constexpr bool kMin = kHasMin;
+  static constexpr int kParts = kGroup / 16, kGroups = 256 / kGroup, kSteps = kGroups / (kSets * kUnits);
+  typedef SuperScales<kGroups, kMin> Scales;
+};
+
+// Byte i of each lane.
+DASLLAMA_INLINE Ints byte_of(Ints v, int i) { return bit_and(shift_right(v, 8 * i), splat_ints(255)); }
+
+// The 16 bytes d, dmin and 8 scales and mins of 6 bits that begin a block of Q4_K and Q5_K.
+DASLLAMA_INLINE void six_bit_scales(const uint8_t* block, Ints offset, SuperScales<8, true>& out) {
+  const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
+  const Ints mid = gather_lanes(block + 8, offset), high = gather_lanes(block + 12, offset);
+  const Ints six = splat_bytes(0x3f), four = splat_bytes(0x0f), top = splat_bytes(0x30);
+  out.d = low_half(head);
+  out.dmin = high_half(head);
+  const Ints scale[2] = {bit_and(low, six), bit_or(bit_and(high, four), bit_and(shift_right(low, 2), top))};
+  const Ints min[2] = {bit_and(mid, six), bit_or(bit_and(shift_right(high, 4), four), bit_and(shift_right(mid, 2), top))};
+  for (int half = 0; half < 2; half++) {
+    for (int i = 0; i < 4; i++) out.scale[4 * half + i] = byte_of(scale[half], i);
+    for (int i = 0; i < 2; i++) {
+      const Ints even = byte_of(min[half], 2 * i), odd = byte_of(min[half], 2 * i + 1);
+      out.mins[2 * half + i] = bit_or(even, shift_left(odd, 16));
+    }
+  }
+}
+
+// Chunk c of 32 bytes holds group 2 c in its low nibbles and group 2 c + 1 in its high ones; unit i takes chunk
+// step * kUnits + i.
+struct FastQ4_K : SuperLayout<32, 2, true> {
+  static constexpr int kBytes = 144, kMax = 15, kBias = 0;
+  static constexpr int group(int step, int set, int i) { return 2 * (step * kUnits + i) + set; }
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
+    const uint8_t* p = block + 16 + 32 * kUnits * step;
+    const Ints first = load_units(p, 32), second = load_units(p + 16, 32);
+    w[0] = low_nibbles(first);
+    w[1] = low_nibbles(second);
+    w[2] = high_nibbles(first);
+    w[3] = high_nibbles(second);
+  }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+    six_bit_scales(block, offset, out);
+  }
+};
+
+// Q4_K with a fifth bit: bit g of byte i belongs to element i of group g.
+struct FastQ5_K : SuperLayout<32, 2, true> {
+  static constexpr int kBytes = 176, kMax = 31, kBias = 0;
+  static constexpr int group(int step, int set, int i) { return 2 * (step * kUnits + i) + set; }
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
+    const uint8_t* p = block + 48 + 32 * kUnits * step;
+    for (int part = 0; part < 2; part++) {
+      const Ints q = load_units(p + 16 * part, 32);
+      const Ints bits = shift_units(repeat_unit(load_unit(block + 16 + 16 * part)), 2 * kUnits * step, 2);
+      w[part] = bit_or(low_nibbles(q), shift_left(bit_and(bits, splat_bytes(1)), 4));
+      w[2 + part] = bit_or(high_nibbles(q), shift_left(bit_and(bits, splat_bytes(2)), 3));
+    }
+  }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+    six_bit_scales(block, offset, out);
+  }
+};
+
+// Halves of 128 elements: groups 0 to 3 of a half are the low nibbles of 64 bytes, 4 to 7 the high ones; the upper two
+// bits of groups g, g + 1 (g even) are bits g, g + 1 of 32 bytes.
+struct FastQ6_K : SuperLayout<16, 2, false> {
+  static constexpr int kBytes = 210, kMax = 63, kBias = 32;
+  static constexpr int kPerHalf = 4 / kUnits;
+  static constexpr int group(int step, int set, int i) {
+    return step / kPerHalf * 8 + set * 4 + step % kPerHalf * kUnits + i;
+  }
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
+    const int half = step / kPerHalf, piece = step % kPerHalf;
+    const Ints q = load_ints(block + 64 * half + 16 * kUnits * piece);
+    const Ints bits = shift_unit_pairs(load_unit_pair(block + 128 + 32 * half), 2 * piece, 2);
+    w[0] = bit_or(low_nibbles(q), shift_left(bit_and(bits, splat_bytes(3)), 4));
+    w[1] = bit_or(high_nibbles(q), bit_and(bits, splat_bytes(0x30)));
+  }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+    out.d = high_half(gather_lanes(block + 206, offset));
+    for (int i = 0; i < 4; i++) {
+      const Ints four = gather_lanes(block + 192 + 4 * i, offset);
+      for (int j = 0; j < 4; j++) out.scale[4 * i + j] = shift_right_signed(shift_left(four, 24 - 8 * j), 24);
+    }
+  }
+};
+
+struct FastIQ4_XS : SuperLayout<32, 1, false> {
+  static constexpr int kBytes = 136, kMax = 128, kBias = kSignedBias;
+  static constexpr int group(int step, int, int i) { return step * kUnits + i; }
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
+    const __m128i table = value_table<kFlip>(IQ4_VALUES);
+    const Ints q = load_ints(block + 8 + 16 * kUnits * step);
+    w[0] = lookup(table, low_nibbles(q));
+    w[1] = lookup(table, high_nibbles(q));
+  }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+    const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
+    out.d = low_half(head);
+    for (int g = 0; g < 8; g++) {
+      const Ints four = bit_and(shift_right(low, 4 * g), splat_ints(15));
+      const Ints two = bit_and(shift_right(head, 16 + 2 * g), splat_ints(3));
+      out.scale[g] = add(bit_or(four, shift_left(two, 4)), splat_ints(-32));
+    }
+  }
+};
+
+}  // namespace int_dot
+}  // namespace
+}  // namespace dasllama

@@ -1,0 +1,175 @@
+// The vectors of the integer matmul in AVX2, FMA and F16C. simd_avx512.h offers the same names.
+//
+// A vector is kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a strip, and a lane
+// stands for a row. vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits. Unsigned weights (kMax up
+// to 63) take the activation as it is; signed ones (kMax 128) give their sign to it: 2 * 128 * 127 still fits. kMax
+// decides how many of these 16-bit sums may be added before they are widened, so that nothing ever saturates.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "lanes.h"
+
+namespace dasllama {
+namespace {
+namespace int_dot {
+
+typedef __m256i Ints;
+typedef __m256 Floats;
+constexpr int kUnits = 2, kLanes = 8;
+constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
+constexpr int kFlip = 0;                       // signed weights stay signed
+
+DASLLAMA_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
+DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm256_set1_epi32(v); }
+DASLLAMA_INLINE Ints splat_bytes(int v) { return _mm256_set1_epi8(static_cast<char>(v)); }
+DASLLAMA_INLINE Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+DASLLAMA_INLINE void store_ints(void* p, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+DASLLAMA_INLINE Floats zero_floats() { return _mm256_setzero_ps(); }
+DASLLAMA_INLINE Floats splat_floats(float f) { return _mm256_set1_ps(f); }
+DASLLAMA_INLINE Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+DASLLAMA_INLINE void store_floats(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+
+DASLLAMA_INLINE Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+DASLLAMA_INLINE Ints mul(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+DASLLAMA_INLINE Ints mul_pairs(Ints a, Ints b) { return _mm256_madd_epi16(a, b); }
+DASLLAMA_INLINE Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+DASLLAMA_INLINE Ints bit_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+DASLLAMA_INLINE Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+DASLLAMA_INLINE Ints shift_left(Ints a, int n) { return _mm256_slli_epi32(a, n); }
+DASLLAMA_INLINE Ints shift_right(Ints a, int n) { return _mm256_srli_epi32(a, n); }
+DASLLAMA_INLINE Ints shift_right_signed(Ints a, int n) { return _mm256_srai_epi32(a, n); }
+DASLLAMA_INLINE Floats to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
+DASLLAMA_INLINE Floats as_floats(Ints a) { return _mm256_castsi256_ps(a); }
+DASLLAMA_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+DASLLAMA_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+DASLLAMA_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+DASLLAMA_INLINE Floats fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+DASLLAMA_INLINE Ints select_less(Ints a, int than, Ints yes, Ints no) {
+  return _mm256_blendv_epi8(no, yes, _mm256_cmpgt_epi32(_mm256_set1_epi32(than), a));
+}
+
+// The f16 in the low (high) half of each lane.
+DASLLAMA_INLINE Floats high_half(Ints a) {
+  const Ints high = _mm256_srli_epi32(a, 16);
+  const Ints packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x88);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+DASLLAMA_INLINE Floats low_half(Ints a) { return high_half(shift_left(a, 16)); }
+
+// Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
+DASLLAMA_INLINE __m128i load_unit(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load_unit(p)), load_unit(p + step), 1);
+}
+DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
+  return load_units(p, (last < 1 ? last : 1) * step);
+}
+DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm256_broadcastsi128_si256(unit); }
+DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, Ints offset) {
+  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(base), offset, 1);
+}
+DASLLAMA_INLINE Ints lane_offsets(int64_t step) {
+  return _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(static_cast<int>(step)));
+}
+
+DASLLAMA_INLINE Ints low_nibbles(Ints v) { return bit_and(v, splat_bytes(15)); }
+DASLLAMA_INLINE Ints high_nibbles(Ints v) { return bit_and(_mm256_srli_epi16(v, 4), splat_bytes(15)); }
+DASLLAMA_INLINE Ints lookup(__m128i table, Ints index) { return _mm256_shuffle_epi8(repeat_unit(table), index); }
+// v shifted right by `first` bits in unit 0, by `step` more in each next unit; bits cross bytes within 32.
+DASLLAMA_INLINE Ints shift_units(Ints v, int first, int step) {
+  const int a = first, b = a + step;
+  return _mm256_srlv_epi32(v, _mm256_set_epi32(b, b, b, b, a, a, a, a));
+}
+// Two units.
+DASLLAMA_INLINE Ints load_unit_pair(const uint8_t* p) { return load_ints(p); }
+// v shifted right by `first` bits in units 0 and 1 (by `step` more in the next two, which only AVX-512 has).
+DASLLAMA_INLINE Ints shift_unit_pairs(Ints v, int first, int) { return shift_right(v, first); }
+// v plus 16 in the bytes j of each unit for which bit j of that unit's bytes `at` and `at + 1` in bits is set.
+DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
+  const char a = static_cast<char>(at), b = static_cast<char>(at + 1);
+  const Ints one = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+  const Ints spread = _mm256_shuffle_epi8(bits, repeat_unit(_mm_setr_epi8(a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b)));
+  const Ints set = _mm256_cmpeq_epi8(bit_and(spread, one), one);
+  return bit_or(v, bit_and(set, splat_bytes(16)));
+}
+
+DASLLAMA_INLINE Ints widen(Ints pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+template <int kMax>
+DASLLAMA_INLINE Ints byte_pairs(Ints w, Ints a) {
+  if constexpr (kMax > 63) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+  return _mm256_maddubs_epi16(w, a);
+}
+
+// Products of 16-element units (one, or two that belong to one group), four sums of 32 bits per unit.
+template <int kMax>
+DASLLAMA_INLINE Ints dot(Ints w, Ints a) {
+  return widen(byte_pairs<kMax>(w, a));
+}
+template <int kMax>
+DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
+  const Ints first = byte_pairs<kMax>(w0, a0), second = byte_pairs<kMax>(w1, a1);
+  if constexpr (kMax > 63) return add(widen(first), widen(second));
+  return widen(_mm256_add_epi16(first, second));
+}
+
+// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
+  return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+}
+// Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
+DASLLAMA_INLINE void transpose_quad(Ints* v) {
+  const Ints a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+  const Ints c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm256_unpacklo_epi64(a, b);
+  v[1] = _mm256_unpackhi_epi64(a, b);
+  v[2] = _mm256_unpacklo_epi64(c, d);
+  v[3] = _mm256_unpackhi_epi64(c, d);
+}
+// Unit i of v[j] changes places with unit j of v[i].
+DASLLAMA_INLINE void transpose_units(Ints* v) {
+  const Ints a = v[0], b = v[1];
+  v[0] = _mm256_permute2x128_si256(a, b, 0x20);
+  v[1] = _mm256_permute2x128_si256(a, b, 0x31);
+}
+
+// What the largest weight means for a tile: weights whose sums may be widened equally late share one.
+constexpr int tile_max(int max) { return max > 63 ? 128 : max > 32 ? 63 : max > 15 ? 31 : 15; }
+
+// Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
+template <int kMax, int kGroup, int MR, int NR>
+DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
+  // kSteps pairs of products fit into 16 bits.
+  constexpr int fit = 32767 / (2 * 127 * kMax), kSteps = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+  constexpr int kStride = kSteps * 4 < kGroup ? kSteps * 4 : kGroup;
+#pragma GCC unroll 8
+  for (int begin = 0; begin < kGroup; begin += kStride) {
+    Ints pairs[MR][NR];
+#pragma GCC unroll 8
+    for (int k = begin; k < begin + kStride; k += 4) {
+      Ints w[NR];
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) w[n] = load_ints(panel[n] + k * kLanes);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        int32_t four;
+        std::memcpy(&four, x[m] + k, 4);
+        const Ints a = splat_ints(four);
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) {
+          const Ints products = byte_pairs<kMax>(w[n], a);
+          pairs[m][n] = k == begin ? products : _mm256_add_epi16(pairs[m][n], products);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], widen(pairs[m][n]));
+  }
+}
+
+}  // namespace int_dot
+}  // namespace
+}  // namespace dasllama

@@ -1,0 +1,103 @@
+// Binding of quant_linear; formula, order of the sums and layouts in ops/quant_linear.py. Integer types in native mode go
+// to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h.
+#include <algorithm>
+
+#include "packed.h"
+#include "quant_linear_float.h"
+
+namespace dasllama {
+namespace {
+
+constexpr int64_t kActivationBytes = int64_t{8} << 20;  // rows of x are taken in windows of about this size
+constexpr int64_t kTaskRows = 64;                       // a task has at least so many rows of x, if there are as many
+constexpr int64_t kTaskBytes = 32 << 10;                // a thread is worth waking for so many bytes of weights
+
+// Scratch for `rows` rows of x: one piece of memory, cut into the arrays of IntActivation.
+struct ActivationScratch {
+  Tensor memory;
+  IntActivation arrays;
+
+  static int64_t row_bytes(int64_t K, int group, int unit) {
+    return K + K / unit * 4 + K / 32 * 4 + K / group * (2 + 4);
+  }
+  ActivationScratch(const Tensor& like, int64_t rows, int64_t K, int group, int unit)
+      : memory(torch::stable::new_empty(like, {rows * row_bytes(K, group, unit)}, ScalarType::Byte)) {
+    uint8_t* at = memory.mutable_data_ptr<uint8_t>();
+    const auto take = [&](int64_t bytes_per_row) {
+      uint8_t* begin = at;
+      at += rows * bytes_per_row;
+      return begin;
+    };
+    arrays.q = reinterpret_cast<int8_t*>(take(K));
+    arrays.d = reinterpret_cast<float*>(take(K / unit * 4));
+    arrays.s = reinterpret_cast<float*>(take(K / 32 * 4));
+    arrays.init = reinterpret_cast<int32_t*>(take(K / group * 4));
+    arrays.sums = reinterpret_cast<int16_t*>(take(K / group * 2));
+  }
+};
+
+void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows) {
+  const int64_t strips = (p.N + strip - 1) / strip;
+  // Where strips alone do not give every thread several tasks, rows are cut too; each cut unpacks the weights again.
+  const int64_t cuts = std::clamp<int64_t>(strips < 16 ? rows / kTaskRows : 1, 1, 16);
+  const int64_t cut_rows = (rows + cuts - 1) / cuts;
+  const int64_t task_bytes = strip * p.row_bytes * std::min<int64_t>(cut_rows, 1 << 10);
+  parallel(strips * cuts, 1 + kTaskBytes / (task_bytes + 1), [&](int64_t begin, int64_t end) {
+    while (begin < end) {  // neighbouring strips of one cut go to the kernel together
+      const int64_t cut = begin / strips, first = begin % strips, last = std::min(strips, first + end - begin);
+      const int64_t m = cut * cut_rows;
+      k.matmul_int(p, first * strip, std::min(p.N, last * strip), m, std::min(rows, m + cut_rows));
+      begin += last - first;
+    }
+  });
+}
+
+void quant_linear_int(const Kernels& k, const Tensor& x, const Tensor& qweight, int qtype, const float* bias, Tensor& y,
+                      int64_t M, int64_t N, int64_t K) {
+  const IntTraits traits = k.int_traits(qtype);
+  const int lattice = type_info(qtype).lattice, unit = type_info(lattice).block;
+  const int64_t window = std::clamp<int64_t>(
+      kActivationBytes / (1 + ActivationScratch::row_bytes(K, traits.group, unit)), 256, std::max<int64_t>(M, 256));
+  const ActivationScratch scratch(x, std::min(window, M), K, traits.group, unit);
+  const float* in = x.const_data_ptr<float>();
+  float* out = y.mutable_data_ptr<float>();
+  for (int64_t first = 0; first < M; first += window) {
+    const int64_t rows = std::min(window, M - first);
+    parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
+      k.prepare_activation(in + first * K, lattice, traits, K, scratch.arrays, begin, end);
+    });
+    const IntMatmul p = {scratch.arrays, qweight.const_data_ptr<uint8_t>(), qweight.size(1), qtype, bias,
+                         out + first * N, N, K};
+    matmul_window(k, p, traits.strip, rows);
+  }
+}
+
+Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const std::optional<Tensor>& bias,
+                    bool native) {
+  const TypeInfo type = checked_matrix("quant_linear", qweight, qtype);
+  const int64_t N = qweight.size(0), K = qweight.size(1) / type.bytes * type.block;
+  DASLLAMA_CHECK(is_floating(x) && x.dim() >= 1 && x.size(-1) == K, "quant_linear",
+                 "x must be f32, f16 or bf16 [..., ", K, "] for this qweight in ", type.name, ", found ", shape_text(x));
+  DASLLAMA_CHECK(x.device() == qweight.device() && (!bias || bias->device() == x.device()), "quant_linear",
+                 "x, qweight and bias must be on one device");
+  DASLLAMA_CHECK(!bias || (bias->scalar_type() == ScalarType::Float && bias->dim() == 1 && bias->size(0) == N &&
+                           bias->is_contiguous()),
+                 "quant_linear", "bias must be contiguous f32 [", N, "], found ", shape_text(*bias));
+  int64_t M = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); i++) M *= x.size(i);
+  const Tensor x32 = as_f32(x);
+  Tensor y = torch::stable::new_empty(x32, with_last(x, N));
+  const Kernels& k = kernels();
+  count_call("quant_linear", k.name);
+  if (native && type.block > 1)
+    quant_linear_int(k, x32, qweight, static_cast<int>(qtype), bias ? bias->const_data_ptr<float>() : nullptr, y, M, N, K);
+  else
+    quant_linear_float(k, x32, qweight, static_cast<int>(qtype), bias, native, y, M, N, K);
+  return as_dtype(y, x.scalar_type());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) { m.impl("quant_linear", TORCH_BOX(&quant_linear)); }
+
+}  // namespace dasllama

@@ -1,0 +1,248 @@
+"""quant_linear with native=True on packed types: integer products, folded in one order.
+
+Three oracles: ggml's stored products, the reference (which test_quant_linear_reference holds against f64), and the rule
+that an output's bits depend on nothing but its own row of x and of the weight: not on instruction set, tile or threads.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import tolerances
+import torch
+from packed import FLOATS, TYPES, random_rows
+
+from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.ops import ggml_types, registry
+from dasllama_torch.ops.quant_linear import quant_linear
+
+ISAS = registry.isas()
+PACKED = [row for row in TYPES if row.id not in FLOATS]
+SOME = [row for row in PACKED if row.name in ("Q4_1", "Q5_0", "Q8_0", "NVFP4", "Q2_K", "Q4_K", "Q6_K", "IQ3_S")]
+
+
+def by_name(row):
+    return row.name
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    registry.set_isa(request.param)
+    yield request.param
+    registry.set_isa(None)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def widths(row: ggml_types.GGMLType) -> list[int]:
+    """One block, and counts of blocks that no vector of blocks divides."""
+    return [row.block * n for n in ((1, 2, 3) if row.block == 256 else (1, 2, 5, 18, 19))]
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+def random_x(M: int, K: int, seed: int = 0) -> torch.Tensor:
+    """Rows of different sizes, with an outlier, ties for the largest magnitude and a block of zeros among them."""
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 3, M)[:, None]
+    x[:, 7] *= 30
+    x[M // 2, :32] = 0
+    x[-1, 1], x[-1, 3] = x[-1].abs().max(), -x[-1].abs().max()
+    return x
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_ggml_products(isa, oracle, row):
+    """The stored products of ggml's own kernels: last layer's ffn_down of the tiny model of this type."""
+    path = oracle / "quant" / f"llama-{row.name.lower()}.gguf"
+    golden, index = np.load(path.with_suffix(".npz")), json.loads((path.parent / "index.json").read_text())
+    w = torch.from_numpy(GGUFFile(path).tensors[index["models"][row.name]["matmul"]["tensor"]].data.copy())
+    want = torch.from_numpy(golden["mm_y"])
+    y = quant_linear(torch.from_numpy(golden["mm_x"]), w, row.id, None, True)
+    assert (y - want).abs().max() <= tolerances.GGML_PRODUCT * want.abs().max()
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_bits_are_those_of_the_reference(isa, row):
+    for K in widths(row):
+        for M, N in ((1, 1), (3, 37), (7, 37), (13, 16)):
+            w, x, bias = random_rows(row, N, K), random_x(M, K), torch.randn(N)
+            registry.reset_report()
+            y = quant_linear(x, w, row.id, bias, True)
+            assert registry.report() == {"quant_linear": {f"cpu/{isa}": 1}}
+            assert_same_bits(y, quant_linear.reference(x, w, row.id, bias, True))
+            assert_same_bits(quant_linear(x, w, row.id, None, True), quant_linear.reference(x, w, row.id, None, True))
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_a_row_does_not_depend_on_its_neighbours(isa, row, threads):
+    K, N = widths(row)[-1], 130
+    w, x, bias = random_rows(row, N, K), random_x(65, K), torch.randn(N)
+    threads(1)
+    whole = quant_linear(x, w, row.id, bias, True)
+    for m in (0, 31, 32, 64):
+        assert_same_bits(quant_linear(x[m], w, row.id, bias, True), whole[m])
+    for M in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 33):
+        assert_same_bits(quant_linear(x[65 - M :], w, row.id, bias, True), whole[65 - M :])
+    for first, last in ((0, 1), (1, 16), (3, 40), (129, 130)):
+        some = quant_linear(x, w[first:last], row.id, bias[first:last], True)
+        assert_same_bits(some, whole[:, first:last].contiguous())
+    for n in (2, 3, 8):
+        threads(n)
+        assert_same_bits(quant_linear(x, w, row.id, bias, True), whole)
+        assert_same_bits(quant_linear(x[:2], w, row.id, bias, True), whole[:2])
+
+
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_instruction_sets_agree_on_large_matrices(row):
+    """Sizes at which rows are cut into windows and tasks: more than 8 MiB of activations, and few weight rows."""
+    K = 2048 if row.block == 256 else 2016 if row.block == 32 else 2048
+    for M, N in ((300, 40), (4200, 3)):
+        w, x = random_rows(row, N, K), random_x(M, K)
+        registry.set_isa("scalar")
+        want = quant_linear(x, w, row.id, None, True)
+        for name in ISAS[1:]:
+            registry.set_isa(name)
+            assert_same_bits(quant_linear(x, w, row.id, None, True), want)
+        registry.set_isa(None)
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_extreme_integers_do_not_saturate(isa, row):
+    """Every byte of q at its extreme: weights of 0x00 and 0xFF bytes, activations of +-127 in one sign pattern."""
+    K = row.block * 4
+    for M in (1, 5):
+        x = torch.full((M, K), 127.0)
+        for pattern in (1.0, -1.0, torch.tensor([1.0, -1.0]).repeat(K // 2)):
+            for fill in (0x00, 0xFF, 0x80, 0x7F):
+                w = torch.full((20, row.row_bytes(K)), fill, dtype=torch.uint8)
+                y = quant_linear(x * pattern, w, row.id, None, True)
+                want = quant_linear.reference(x * pattern, w, row.id, None, True)
+                assert torch.equal(y.isnan(), want.isnan())
+                assert torch.equal(y.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_views_between_guards(isa, row):
+    """x and the weight are views with offsets into buffers of NaN: nothing outside them may get into a result."""
+    K, N = widths(row)[2], 21
+    w = random_rows(row, N, K)
+    for M in (1, 4, 9):
+        x = random_x(M, K)
+        want = quant_linear(x, w, row.id, None, True)
+        around_x = torch.full((2 * M + 3, K + 5), float("nan"))
+        around_x[1 : 2 * M + 1 : 2, 3 : K + 3] = x
+        around_w = torch.full((w.numel() + 131,), 0xFF, dtype=torch.uint8)
+        around_w[65:-66] = w.flatten()  # an odd address
+        got = quant_linear(around_x[1 : 2 * M + 1 : 2, 3 : K + 3], around_w[65:-66].view(N, -1), row.id, None, True)
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("row", PACKED, ids=by_name)
+def test_reads_end_with_the_weight(isa, row, tmp_path):
+    """The last byte of the weight is the last of a mapped file: a longer read would meet the end of the mapping."""
+    page = 4096
+    for K in widths(row):
+        row_bytes = row.row_bytes(K)
+        N = 17 * page // row_bytes + 1
+        w = random_rows(row, 1, K).expand(N, -1).contiguous()
+        path = tmp_path / f"{K}"
+        path.write_bytes(bytes(-w.numel() % page) + w.numpy().tobytes())
+        mapped = torch.from_numpy(np.memmap(path, np.uint8, "r+", shape=(path.stat().st_size,)))
+        tail = mapped[mapped.numel() - w.numel() :].view(N, row_bytes)
+        for M in (1, 6):
+            x = random_x(M, K)
+            assert_same_bits(quant_linear(x, tail, row.id, None, True), quant_linear(x, w, row.id, None, True))
+
+
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_faults_stay_in_their_row(isa, row):
+    K, N = widths(row)[-1], 20
+    w, x = random_rows(row, N, K), random_x(9, K)
+    want = quant_linear(x, w, row.id, None, True)
+    for fault in (float("nan"), float("inf"), float("-inf")):
+        for M in (2, 9):
+            bad = x[:M].clone()
+            bad[1, K // 2] = fault
+            y = quant_linear(bad, w, row.id, None, True)
+            assert not y[1].isfinite().any()
+            assert_same_bits(y[0], want[0])
+            assert_same_bits(y[2:], want[2:M])
+
+
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_extreme_activations(isa, row):
+    """Zeros give the bias; subnormals and f16's and f32's ends give what the reference gives."""
+    K, N = widths(row)[1], 20
+    w, bias = random_rows(row, N, K), torch.randn(N)
+    assert torch.equal(quant_linear(torch.zeros(5, K), w, row.id, bias, True), bias.expand(5, N))
+    for scale in (1e-45, 1e-40, 3e-38, 1e-10, 7e4, 8e6, 1e30, 3e38):
+        x = torch.linspace(-1, 1, K).repeat(5, 1) * scale
+        y, want = quant_linear(x, w, row.id, None, True), quant_linear.reference(x, w, row.id, None, True)
+        assert torch.equal(y.isnan(), want.isnan())
+        assert torch.equal(y.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_half_activations(isa, row, dtype):
+    K = widths(row)[1]
+    w, bias = random_rows(row, 5, K), torch.randn(5)
+    x = torch.randn(2, 3, K).to(dtype)
+    y = quant_linear(x, w, row.id, bias, True)
+    assert y.dtype == dtype
+    assert y.shape == (2, 3, 5)
+    assert torch.equal(quant_linear(x.float(), w, row.id, bias, True).to(dtype), y)
+
+
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_empty_sizes(isa, row):
+    K = row.block
+    w = random_rows(row, 3, K)
+    assert quant_linear(torch.randn(0, K), w, row.id, None, True).shape == (0, 3)
+    assert quant_linear(torch.randn(2, 0, K), w, row.id, None, True).shape == (2, 0, 3)
+    assert quant_linear(torch.randn(2, K), w[:0], row.id, None, True).shape == (2, 0)
+    bias = torch.randn(3)
+    for M in (2, 20):
+        y = quant_linear(torch.randn(M, 0), torch.empty(3, 0, dtype=torch.uint8), row.id, bias, True)
+        assert torch.equal(y, bias.expand(M, 3))
+
+
+X, W = torch.zeros(2, 64), torch.zeros(3, 36, dtype=torch.uint8)  # Q4_0: 18 bytes for 32
+
+
+@pytest.mark.parametrize(
+    ("x", "qweight", "qtype", "bias", "wanted"),
+    [
+        (torch.zeros(2, 32), W, ggml_types.Q4_0, None, "64"),
+        (torch.zeros(()), W, ggml_types.Q4_0, None, "x"),
+        (X.int(), W, ggml_types.Q4_0, None, "floating"),
+        (X, W[:, :35].contiguous(), ggml_types.Q4_0, None, "18"),
+        (X, W[:, ::2], ggml_types.Q4_0, None, "contiguous"),
+        (X, W.T, ggml_types.Q4_0, None, "contiguous"),
+        (X, W[0], ggml_types.Q4_0, None, "qweight"),
+        (X, W.view(torch.int8), ggml_types.Q4_0, None, "u8"),
+        (X, W, 4, None, "4"),
+        (X, W, ggml_types.Q8_K, None, "15|Q8_K"),
+        (X, W, -1, None, "-1"),
+        (X, W, ggml_types.Q4_0, torch.zeros(2), "bias"),
+        (X, W, ggml_types.Q4_0, torch.zeros(3).half(), "bias"),
+        (X, W, ggml_types.Q4_0, torch.zeros(6)[::2], "bias"),
+    ],
+)
+def test_wrong_arguments_are_refused(isa, x, qweight, qtype, bias, wanted):
+    with pytest.raises(RuntimeError, match=wanted):
+        quant_linear(x, qweight, qtype, bias, True)
+
+
+@pytest.mark.parametrize("row", SOME, ids=by_name)
+def test_opcheck(row):
+    w, x = random_rows(row, 3, row.block), torch.randn(2, row.block)
+    torch.library.opcheck(torch.ops.dasllama.quant_linear.default, (x, w, row.id, torch.randn(3), True))
+    torch.library.opcheck(torch.ops.dasllama.quant_linear.default, (x.requires_grad_(), w, row.id, None, True))
