@@ -106,7 +106,7 @@ def isas() -> list[str]:
 
 
 def set_isa(name: str | None) -> None:
-    """Serve CPU ops with the kernels of one instruction set of `isas`; None picks the best. For tests and benchmarks."""
+    """Serve CPU ops with the kernels of one instruction set of `isas`; None picks the best. For tests."""
     if _native.dasllama_set_isa((name or "").encode()) != 0:
         raise KernelError(f"instruction set {name!r} is not available here; available: {', '.join(isas())}")
 
