@@ -339,7 +339,7 @@ def test_ctrl_c_ends_a_run_cleanly(demo_model):
     assert process.returncode == 130
     assert out.endswith(b"\n")
     assert err.decode().startswith("prompt: ")
-    assert "ended by caller" in err.decode()
+    assert "ended by interrupt" in err.decode()
     assert err.count(b"\n") == 1
 
 

@@ -103,7 +103,7 @@ def test_natural_text(native, kv_dtype):
 
 @pytest.fixture(scope="module")
 def long_texts(fp32):
-    """Token ids of some texts and their NLL in fp32 mode, which stands for transformers (`test_dequantized_logprobs`)."""
+    """Token ids of some texts and their NLL in fp32 mode; `test_dequantized_logprobs` ties that to transformers."""
     root = Path(__file__).parent.parent
     names = ("benchmarks/passage.txt", "README.md", "CONTRIBUTING.md", "LICENSE")
     ids = [fp32[0].encode((root / name).read_text())[:600] for name in names]

@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from dasllama_torch.ops import ggml_types
 from gguf import GGMLQuantizationType
 
 import dasllama_torch as dl
@@ -12,6 +11,7 @@ from dasllama_torch.gguf.random_source import RandomSource
 from dasllama_torch.gguf.writer import write_gguf
 from dasllama_torch.modules.linear import Packed
 from dasllama_torch.modules.requantized import RequantizedSource
+from dasllama_torch.ops import ggml_types
 
 C, FFN, V, LAYERS = 96, 160, 70, 2
 SHAPES = {

@@ -73,6 +73,12 @@ def test_bos_by_default(pre):
         assert tok.encode("hi") == [bos] * wanted + tok.encode("hi", add_special=False)
 
 
+def test_gemma4_always_has_bos():
+    """Some files say no, and the model does not work without it."""
+    tok = tokenizer(gemma4() | {"tokenizer.ggml.add_bos_token": False})
+    assert tok.encode("the") == [tok.bos_id, *tok.encode("the", add_special=False)]
+
+
 def test_ignore_merges():
     """A word that is a token is taken whole by llama-bpe, though no merge leads to it; by qwen2 it is not."""
     word = {"lighthouses": TokenType.NORMAL}
