@@ -1,40 +1,46 @@
 // Rows of x on the lattice of a weight type, taken apart into the arrays that the integer matmul reads: see IntActivation
 // in ../kernels.h. The rounding itself is that of quantize.inl.
 
+// The block `p` of a lattice, which becomes the block `at` of the arrays.
+template <int lattice, int group>
+static DASLLAMA_INLINE void take_apart(const uint8_t* p, int bias, const IntActivation& a, int64_t at) {
+  constexpr int length = type_info(lattice).block, groups = length / group;
+  constexpr int head = type_info(lattice).bytes - length - (lattice == types::Q8_K ? 32 : 0);
+  int8_t q[length];  // bytes of the arrays may alias the block for all that the compiler knows
+  std::memcpy(q, p + head, length);
+  int32_t sums[groups];
+  if constexpr (lattice == types::Q8_K) {
+    std::memcpy(a.d + at, p, 4);
+    int16_t of16[16];  // the block has sums of 16
+    std::memcpy(of16, p + head + length, sizeof of16);
+    for (int g = 0; g < groups; g++) sums[g] = group == 32 ? of16[2 * g] + of16[2 * g + 1] : of16[g];
+  } else {
+    a.d[at] = load_f16(p);
+    if (lattice == types::Q8_1) a.s[at] = load_f16(p + 2);
+    for (int g = 0; g < groups; g++) {
+      sums[g] = 0;
+      for (int i = 0; i < group; i++) sums[g] += q[g * group + i];
+    }
+  }
+  std::memcpy(a.q + at * length, q, length);
+  for (int g = 0; g < groups; g++) {
+    a.sums[at * groups + g] = static_cast<int16_t>(sums[g]);
+    a.init[at * groups + g] = -bias * sums[g];
+  }
+}
+
 // Blocks [begin, end) of x, which is rows after rows of whole blocks.
 template <int lattice, int group>
 static void prepare_blocks(const float* x, int bias, const IntActivation& a, int64_t begin, int64_t end) {
-  constexpr int length = type_info(lattice).block, groups = length / group;
-  for (int64_t at = begin; at < end; at++) {
-    uint8_t block[type_info(lattice).bytes];
-    int8_t q[length];
-    int32_t sums[groups];
-    if constexpr (lattice == types::Q8_K) {
-      quantize_256(x + at * length, length, block);
-      std::memcpy(a.d + at, block, 4);
-      std::memcpy(q, block + 4, length);
-      for (int g = 0; g < groups; g++) {  // the block has sums of 16
-        int16_t of16[group / 16];
-        std::memcpy(of16, block + 260 + g * sizeof of16, sizeof of16);
-        sums[g] = 0;
-        for (const int16_t sum : of16) sums[g] += sum;
-      }
-    } else {
-      constexpr bool with_sum = lattice == types::Q8_1;
-      quantize_32<with_sum>(x + at * length, length, block);
-      a.d[at] = load_f16(block);
-      if (with_sum) a.s[at] = load_f16(block + 2);
-      std::memcpy(q, block + (with_sum ? 4 : 2), length);
-      for (int g = 0; g < groups; g++) {
-        sums[g] = 0;
-        for (int i = 0; i < group; i++) sums[g] += q[g * group + i];
-      }
-    }
-    std::memcpy(a.q + at * length, q, length);
-    for (int g = 0; g < groups; g++) {
-      a.sums[at * groups + g] = static_cast<int16_t>(sums[g]);
-      a.init[at * groups + g] = -bias * sums[g];
-    }
+  constexpr int length = type_info(lattice).block, bytes = type_info(lattice).bytes, some = 512 / length;
+  uint8_t blocks[some * bytes];
+  for (int64_t at = begin; at < end; at += some) {
+    const int n = static_cast<int>(end - at < some ? end - at : some);
+    if constexpr (lattice == types::Q8_K)
+      quantize_256(x + at * length, n * length, blocks);
+    else
+      quantize_32<lattice == types::Q8_1>(x + at * length, n * length, blocks);
+    for (int i = 0; i < n; i++) take_apart<lattice, group>(blocks + i * bytes, bias, a, at + i);
   }
 }
 

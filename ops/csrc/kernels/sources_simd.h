@@ -15,9 +15,12 @@ namespace int_dot {
 typedef void (*Expand32)(const uint8_t* row, int64_t b, Block32& out);
 typedef void (*Expand256)(const uint8_t* row, int64_t b, Block256& out);
 
+constexpr int64_t kAhead = 8 << 10, kFar = 128 << 10;  // bytes: how much to have under way, and what caches surely keep
+
 struct Strip {
   const uint8_t* row[kLanes];
-  Ints offset;  // of each row from the first
+  Ints offset;    // of each row from the first
+  int64_t ahead;  // from what is read now to what to ask the memory for: the processor's own prefetch ends at each page
 
   Strip(const uint8_t* w, int64_t row_bytes, int64_t first, int64_t N) {
     alignas(64) int32_t offsets[kLanes];
@@ -27,6 +30,15 @@ struct Strip {
       offsets[r] = static_cast<int32_t>((n - first) * row_bytes);
     }
     offset = load_ints(offsets);
+    // Short rows end soon, and those below are being read already: ask for a strip below, or further on in long rows.
+    const int64_t strip = row_bytes * kLanes;
+    ahead = strip > kFar ? kFar / kLanes : strip < kAhead ? 2 * strip : strip;
+  }
+
+  // Asks for `bytes` bytes that row r will want after those at `at`.
+  DASLLAMA_INLINE void prefetch(int r, int64_t at, int bytes) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row[r] + at + ahead + i);
   }
 };
 
@@ -44,6 +56,7 @@ struct Packed32 : T {
   }
   template <bool kFull>
   DASLLAMA_INLINE void unpack(int r, Ints* w) const {
+    strip.prefetch(r, at, kUnits * T::kBytes);
     T::unpack(Span<T::kBytes, kFull>{strip.row[r] + at, last}, w);
   }
   DASLLAMA_INLINE void scales(int i, Floats& d, Floats& m) const {
@@ -90,7 +103,10 @@ struct Packed256 : T {
 
   Packed256(const Strip& strip, const void*) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t block) { at = block * T::kBytes; }
-  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const { T::unpack(strip.row[r] + at, step, w); }
+  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
+    if (step == 0) strip.prefetch(r, at, T::kBytes);
+    T::unpack(strip.row[r] + at, step, w);
+  }
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
