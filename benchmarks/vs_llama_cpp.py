@@ -329,6 +329,20 @@ def markdown(result: dict, rows: list[Row], prints: list[Footprint]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def write(out: Path | None, result: dict, rows: list[Row], prints: list[Footprint]) -> None:
+    """What has been measured so far, as JSON and as a report: a run that is broken off keeps its finished rows."""
+    if out is None:
+        return
+    full = result | {
+        "quiet": dataclasses.asdict(result["quiet"]),
+        "rows": [dataclasses.asdict(row) | {"best": row.best, "ratio": row.ratio} for row in rows],
+        "footprints": [dataclasses.asdict(footprint) for footprint in prints],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(full, indent=1) + "\n")
+    out.with_suffix(".md").write_text(markdown(result, rows, prints))
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ",".join([*TASKS, FOOTPRINT])
@@ -386,20 +400,14 @@ def main(argv: list[str] | None = None) -> int:
         for path in options.models:
             for threads in options.threads if tasks else []:
                 rows += speed_rows(path, threads, tasks, options, result)
+                write(options.out, result, rows, prints)
             if FOOTPRINT in options.rows:
                 prints += footprints(path, max(options.threads), options, result)
+                write(options.out, result, rows, prints)
     except BenchmarkError as error:
         print(f"vs_llama_cpp: {error}", file=sys.stderr)
         return 1
-    report = markdown(result, rows, prints)
-    print(report, end="")
-    if options.out:
-        result["quiet"] = dataclasses.asdict(result["quiet"])
-        result["rows"] = [dataclasses.asdict(row) | {"best": row.best, "ratio": row.ratio} for row in rows]
-        result["footprints"] = [dataclasses.asdict(f) for f in prints]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(report)
+    print(markdown(result, rows, prints), end="")
     return 0
 
 
