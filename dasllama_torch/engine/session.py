@@ -105,10 +105,11 @@ class Session:
         tokenizer = self.model.tokenizer
         has_text = tokenizer is not None and tokenizer.has_vocab
         stop_ids = tokenizer.eog_ids if has_text else frozenset()
-        text = StreamingDetokenizer(tokenizer) if has_text else None
         start = time.perf_counter()
         if len(ids) or self.pending:
             self.eval(ids)
+        # The text goes on after what there is: a space that belongs to its first token is not lost.
+        text = StreamingDetokenizer(tokenizer, prev_id=self.tokens[-1] if self.tokens else None) if has_text else None
         stats.prefill_s = time.perf_counter() - start
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
