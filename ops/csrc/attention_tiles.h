@@ -9,8 +9,9 @@ namespace dasllama {
 
 // Writes a.out for all T rows; every page that a row sees has been checked.
 inline void run_attention(const AttentionArgs& a, int64_t T) {
-  constexpr int64_t vectors_wanted = 64;  // of a tile: its scratch stays in a second-level cache
-  const int64_t group = a.H / a.G, most_rows = group < vectors_wanted ? vectors_wanted / group : 1;
+  // Vectors of a tile: enough to pay for converting a block of halves, few enough for a second-level cache.
+  const int64_t wanted = a.D < 128 ? 128 : 64;
+  const int64_t group = a.H / a.G, most_rows = group < wanted ? wanted / group : 1;
   const Kernels& k = kernels();
 
   struct Span {
@@ -28,7 +29,8 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
     const int64_t first = a.row_begin[t] / kAttentionSplit, last = (a.row_end[t] - 1) / kAttentionSplit + 1;
     work += (a.row_end[t] - a.row_begin[t]) * a.H * (a.D + a.Dv);
     Span* open = spans.empty() ? nullptr : &spans.back();
-    if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows && a.row_seq[t - 1] == a.row_seq[t]) {
+    if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows &&
+        a.row_seq[t - 1] == a.row_seq[t]) {
       open->tile.rows++;
       open->first = first < open->first ? first : open->first;
       open->last = last > open->last ? last : open->last;
