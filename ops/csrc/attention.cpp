@@ -1,7 +1,6 @@
-// Binding of attention and attention_backward: the functional form. Keys are laid out as a paged cache of the call's own,
-// each at its position, and the paged kernels do the rest; so both forms give the same bits.
+// Binding of attention and attention_backward: the functional form. Keys are laid out as a paged cache of the call's
+// own, each at its position, and the paged kernels do the rest; so both forms give the same bits.
 #include <algorithm>
-#include <numeric>
 
 #include "attention_tiles.h"
 #include "views.h"
@@ -10,8 +9,9 @@ namespace dasllama {
 namespace {
 
 const int32_t* checked_ints(const char* name, const Tensor& t, int64_t n) {
-  DASLLAMA_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.size(0) == n && t.is_contiguous(), "attention", name,
-                 " must be contiguous int32 [", n, "], found ", toString(t.scalar_type()), " with ", t.numel(), " elements");
+  DASLLAMA_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.size(0) == n && t.is_contiguous(), "attention",
+                 name, " must be contiguous int32 [", n, "], found ", toString(t.scalar_type()), " with ", t.numel(),
+                 " elements");
   return t.const_data_ptr<int32_t>();
 }
 
@@ -21,23 +21,24 @@ struct Call {
 
   HeadRows q, k, v;
   int64_t T, S;
-  std::vector<int64_t> slots;                   // [S] where each key lies, -1 for a key of no sequence
-  std::vector<int32_t> table;                   // [sequences, B]
-  std::vector<int32_t> row_seq, begin, end;     // [T] in the cache's terms
-  std::vector<int64_t> page_seq, page_block;    // whose page it is and which of its table
+  std::vector<int64_t> slots;                 // [S] where each key lies, -1 for a key of no sequence
+  std::vector<int32_t> table;                 // [sequences, B]
+  std::vector<int32_t> row_seq, begin, end;   // [T] in the cache's terms
+  std::vector<int64_t> page_seq, page_block;  // whose page it is and which of its table
   int64_t B = 0;
   Tensor k_cache, v_cache;
   AttentionArgs args = {};
 
-  Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& q_seq, const Tensor& q_pos, const Tensor& q_end,
-       const Tensor& k_seq, const Tensor& k_pos, double scale, int64_t window, double softcap,
+  Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& q_seq, const Tensor& q_pos,
+       const Tensor& q_end, const Tensor& k_seq, const Tensor& k_pos, double scale, int64_t window, double softcap,
        const std::optional<Tensor>& sinks)
       : q(checked_heads("q", q_)), k(checked_heads("k", k_)), v(checked_heads("v", v_)), T(q.T), S(k.T) {
-    DASLLAMA_CHECK(v.T == S && v.H == k.H, "attention", "k has ", S, " rows of ", k.H, " heads, v has ", v.T, " of ", v.H);
+    DASLLAMA_CHECK(v.T == S && v.H == k.H, "attention", "k has ", S, " rows of ", k.H, " heads, v has ", v.T, " of ",
+                   v.H);
     DASLLAMA_CHECK(q.D == k.D, "attention", "q has heads of ", q.D, ", k of ", k.D);
     DASLLAMA_CHECK(k.H > 0 && q.H % k.H == 0, "attention", "q has ", q.H, " heads, wanted a multiple of k's ", k.H);
-    DASLLAMA_CHECK(window >= 0 && softcap >= 0, "attention", "window and softcap must be 0 (none) or more, found ", window,
-                   " and ", softcap);
+    DASLLAMA_CHECK(window >= 0 && softcap >= 0, "attention", "window and softcap must be 0 (none) or more, found ",
+                   window, " and ", softcap);
     DASLLAMA_CHECK(!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == q.H &&
                               sinks->is_contiguous()),
                    "attention", "sinks must be contiguous f32 [", q.H, "]");
@@ -64,15 +65,16 @@ struct Call {
 
  private:
   static const Tensor& checked_heads(const char* name, const Tensor& x) {
-    DASLLAMA_CHECK(is_floating(x) && x.dim() >= 2, "attention", name, " must be a floating tensor [..., heads, dim], found ",
-                   toString(x.scalar_type()), " of rank ", x.dim());
+    DASLLAMA_CHECK(is_floating(x) && x.dim() >= 2, "attention", name,
+                   " must be a floating tensor [..., heads, dim], found ", toString(x.scalar_type()), " of rank ",
+                   x.dim());
     return x;
   }
 
   // Gives every key a slot, so that keys of consecutive positions lie at those positions (less a multiple of a split).
   // Keys with gaps or repeats in their positions are packed in the order of their positions instead.
-  void place(const int32_t* q_seq, const int32_t* q_pos, const int32_t* q_end, const int32_t* k_seq, const int32_t* k_pos,
-             int64_t window) {
+  void place(const int32_t* q_seq, const int32_t* q_pos, const int32_t* q_end, const int32_t* k_seq,
+             const int32_t* k_pos, int64_t window) {
     std::vector<int64_t> order;
     for (int64_t s = 0; s < S; s++)
       if (k_seq[s] >= 0) order.push_back(s);
@@ -131,8 +133,8 @@ struct Call {
 };
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_seq, const Tensor& q_pos,
-                 const Tensor& q_end, const Tensor& k_seq, const Tensor& k_pos, double scale, int64_t window, double softcap,
-                 const std::optional<Tensor>& sinks) {
+                 const Tensor& q_end, const Tensor& k_seq, const Tensor& k_pos, double scale, int64_t window,
+                 double softcap, const std::optional<Tensor>& sinks) {
   Call call(q, k, v, q_seq, q_pos, q_end, k_seq, k_pos, scale, window, softcap, sinks);
   Tensor out = new_like(q, q.dim() - 1, {v.size(-1)}, ScalarType::Float);
   call.args.out = out.mutable_data_ptr<float>();
@@ -141,17 +143,19 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return as_dtype(out, q.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                                                      const Tensor& q_seq, const Tensor& q_pos, const Tensor& q_end,
-                                                      const Tensor& k_seq, const Tensor& k_pos, double scale, int64_t window,
-                                                      double softcap, const std::optional<Tensor>& sinks) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& q_seq, const Tensor& q_pos,
+                                                      const Tensor& q_end, const Tensor& k_seq, const Tensor& k_pos,
+                                                      double scale, int64_t window, double softcap,
+                                                      const std::optional<Tensor>& sinks) {
   Call call(q, k, v, q_seq, q_pos, q_end, k_seq, k_pos, scale, window, softcap, sinks);
   const AttentionArgs& a = call.args;
   DASLLAMA_CHECK(is_floating(grad) && grad.numel() == call.T * a.H * a.Dv, "attention_backward",
                  "grad must have the output's ", call.T * a.H * a.Dv, " elements, found ", grad.numel());
   const Tensor g = as_f32(grad);
   Tensor dq = new_like(q, q.dim(), {}, ScalarType::Float), dk = new_like(k, k.dim(), {}, ScalarType::Float),
-         dv = new_like(v, v.dim(), {}, ScalarType::Float), stats = new_like(call.q.keep, 0, {call.T, a.H, 3}, ScalarType::Float);
+         dv = new_like(v, v.dim(), {}, ScalarType::Float),
+         stats = new_like(call.q.keep, 0, {call.T, a.H, 3}, ScalarType::Float);
   const float* g_data = g.const_data_ptr<float>();
   float *dq_data = dq.mutable_data_ptr<float>(), *stats_data = stats.mutable_data_ptr<float>();
   const Kernels& kernel = kernels();
@@ -159,7 +163,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
 
   parallel(call.T, 1, [&](int64_t first, int64_t last) {
     std::vector<float> scratch(static_cast<size_t>(3 * call.B * Call::R));
-    for (int64_t t = first; t < last; t++) kernel.attention_backward_q(a, g_data, stats_data, dq_data, scratch.data(), t);
+    for (int64_t t = first; t < last; t++)
+      kernel.attention_backward_q(a, g_data, stats_data, dq_data, scratch.data(), t);
   });
 
   std::vector<std::vector<int32_t>> rows_of(call.B ? call.table.size() / call.B : 0);

@@ -9,14 +9,16 @@ namespace dasllama {
 
 // Writes a.out for all T rows; every page that a row sees has been checked.
 inline void run_attention(const AttentionArgs& a, int64_t T) {
-  constexpr int64_t vectors_wanted = 64;  // of a tile: its scratch stays in a second-level cache
-  const int64_t group = a.H / a.G, most_rows = group < vectors_wanted ? vectors_wanted / group : 1;
+  // Vectors of a tile: enough to pay for converting a block of halves, few enough for a second-level cache.
+  const int64_t wanted = a.D < 128 ? 128 : 64;
+  const int64_t group = a.H / a.G, most_rows = group < wanted ? wanted / group : 1;
   const Kernels& k = kernels();
 
   struct Span {
     AttentionTile tile;
     int64_t first, last;  // splits [first, last) that some row sees
     int64_t part;         // index of the span's first split among all splits of all spans
+    int64_t floats;       // where the states of its splits begin, if they are kept: [splits, G, state]
   };
   std::vector<Span> spans;
   int64_t parts = 0, work = 0;
@@ -28,17 +30,21 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
     const int64_t first = a.row_begin[t] / kAttentionSplit, last = (a.row_end[t] - 1) / kAttentionSplit + 1;
     work += (a.row_end[t] - a.row_begin[t]) * a.H * (a.D + a.Dv);
     Span* open = spans.empty() ? nullptr : &spans.back();
-    if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows && a.row_seq[t - 1] == a.row_seq[t]) {
+    if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows &&
+        a.row_seq[t - 1] == a.row_seq[t]) {
       open->tile.rows++;
       open->first = first < open->first ? first : open->first;
       open->last = last > open->last ? last : open->last;
     } else {
-      spans.push_back({{t, 1}, first, last, 0});
+      spans.push_back({{t, 1}, first, last, 0, 0});
     }
   }
+  int64_t floats = 0;
   for (Span& span : spans) {
     span.part = parts;
+    span.floats = floats;
     parts += span.last - span.first;
+    floats += (span.last - span.first) * a.G * attention_state(a, span.tile.rows * group);
   }
   const int64_t tiles = static_cast<int64_t>(spans.size()), items = tiles * a.G;
   // A thread is worth waking for about 100,000 multiply-adds.
@@ -65,7 +71,7 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
     k.attention_finish(a, span.tile, g, total);
   };
 
-  if (items >= 4 * threads || parts == tiles) {  // a piece: a tile of one kv head
+  if (threads == 1 || items >= 4 * threads || parts == tiles) {  // a piece: a tile of one kv head
     draw(items, [&](int64_t i) {
       const Span& span = spans[i / a.G];
       const int64_t g = i % a.G, vectors = span.tile.rows * group, size = attention_state(a, vectors);
@@ -78,13 +84,14 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
     return;
   }
   // Few tiles over many keys: a piece is one split of them; the merge follows.
-  const int64_t size = attention_state(a, most_rows * group);
-  std::vector<float> states(static_cast<size_t>(parts * a.G * size));
+  static thread_local std::vector<float> kept;
+  if (static_cast<int64_t>(kept.size()) < floats) kept.resize(floats);
+  float* states = kept.data();
   std::vector<int64_t> span_of(static_cast<size_t>(parts));
   for (int64_t i = 0; i < tiles; i++)
     for (int64_t s = spans[i].first; s < spans[i].last; s++) span_of[spans[i].part + s - spans[i].first] = i;
   const auto state = [&](const Span& span, int64_t s, int64_t g) {
-    return states.data() + ((span.part + s - span.first) * a.G + g) * size;
+    return states + span.floats + ((s - span.first) * a.G + g) * attention_state(a, span.tile.rows * group);
   };
   draw(parts * a.G, [&](int64_t i) {
     const Span& span = spans[span_of[i / a.G]];
@@ -93,7 +100,8 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
   });
   draw(items, [&](int64_t i) {
     const Span& span = spans[i / a.G];
-    fold(span, i % a.G, scratch(size), [&](int64_t s) { return state(span, s, i % a.G); });
+    fold(span, i % a.G, scratch(attention_state(a, span.tile.rows * group)),
+         [&](int64_t s) { return state(span, s, i % a.G); });
   });
 }
 

@@ -4,13 +4,13 @@
 namespace dasllama {
 namespace {
 
-#define DASLLAMA_CHECK_SHAPE(op, name, t, like)                                                            \
-  do {                                                                                                     \
-    DASLLAMA_CHECK(is_floating(t) && t.dim() == like.dim() && t.numel() == like.numel(), op,               \
-                   name " must be a floating tensor of gate's shape");                                     \
-    for (int64_t d = 0; d < like.dim(); d++)                                                               \
+#define DASLLAMA_CHECK_SHAPE(op, name, t, like)                                                             \
+  do {                                                                                                      \
+    DASLLAMA_CHECK(is_floating(t) && t.dim() == like.dim() && t.numel() == like.numel(), op,                \
+                   name " must be a floating tensor of gate's shape");                                      \
+    for (int64_t d = 0; d < like.dim(); d++)                                                                \
       DASLLAMA_CHECK(t.size(d) == like.size(d), op, name " must have gate's shape, found size ", t.size(d), \
-                     " of dimension ", d, ", wanted ", like.size(d));                                      \
+                     " of dimension ", d, ", wanted ", like.size(d));                                       \
   } while (0)
 
 Tensor gated_act(const Tensor& gate, const Tensor& up, int64_t act) {
@@ -34,8 +34,10 @@ std::tuple<Tensor, Tensor> gated_act_backward(const Tensor& grad, const Tensor& 
   DASLLAMA_CHECK_SHAPE("gated_act_backward", "up", up, gate);
   DASLLAMA_CHECK(act == 0 || act == 1, "gated_act_backward", "act must be 0 (SiLU) or 1 (tanh-GELU), found ", act);
   const Tensor d = as_f32(grad), g = as_f32(gate), u = as_f32(up);
-  Tensor dgate = new_like(gate, gate.dim(), {}, ScalarType::Float), dup = new_like(gate, gate.dim(), {}, ScalarType::Float);
-  const float *d_data = d.const_data_ptr<float>(), *g_data = g.const_data_ptr<float>(), *u_data = u.const_data_ptr<float>();
+  Tensor dgate = new_like(gate, gate.dim(), {}, ScalarType::Float),
+         dup = new_like(gate, gate.dim(), {}, ScalarType::Float);
+  const float *d_data = d.const_data_ptr<float>(), *g_data = g.const_data_ptr<float>(),
+              *u_data = u.const_data_ptr<float>();
   float *to_gate = dgate.mutable_data_ptr<float>(), *to_up = dup.mutable_data_ptr<float>();
   const Kernels& k = kernels();
   count_call("gated_act_backward", k.name);

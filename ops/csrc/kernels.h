@@ -36,11 +36,13 @@ struct AttentionTile {
 };
 
 constexpr int64_t kAttentionBlock = 64, kAttentionSplit = 256;  // keys; part of the numbers' definition
+constexpr int64_t kAttentionPad = 16;  // elements after each row of scratch: strides of powers of two share cache sets
 constexpr int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
 // Floats of a state and of the scratch of `vectors` = rows * H / G query vectors.
 inline int64_t attention_state(const AttentionArgs& a, int64_t vectors) { return vectors * (round16(a.Dv) + 2); }
 inline int64_t attention_scratch(const AttentionArgs& a, int64_t vectors) {
-  return vectors * (round16(a.D) + kAttentionBlock + 2) + kAttentionBlock * (round16(a.D) + round16(a.Dv));
+  return vectors * (round16(a.D) + kAttentionBlock + 2) +
+         kAttentionBlock * (round16(a.D) + round16(a.Dv) + 2 * kAttentionPad);
 }
 
 // How the integer matmul of one instruction set wants a type's activation: sums are over `group` elements, and weights

@@ -20,16 +20,16 @@ void check_cache(const char* name, const Tensor& cache) {
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
-                       const Tensor& row_seq, const Tensor& row_pos, const Tensor& row_end, double scale, int64_t window,
-                       double softcap, const std::optional<Tensor>& sinks) {
+                       const Tensor& row_seq, const Tensor& row_pos, const Tensor& row_end, double scale,
+                       int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   DASLLAMA_CHECK(is_floating(q) && q.dim() >= 2, "paged_attention", "q must be a floating tensor [..., H, D], found ",
                  toString(q.scalar_type()), " of rank ", q.dim());
   check_cache("k_cache", k_cache);
   check_cache("v_cache", v_cache);
   const int64_t P = k_cache.size(0), G = k_cache.size(1), R = k_cache.size(2);
   DASLLAMA_CHECK(v_cache.size(0) == P && v_cache.size(1) == G && v_cache.size(2) == R, "paged_attention",
-                 "k_cache is [", P, ", ", G, ", ", R, ", ...], v_cache is [", v_cache.size(0), ", ", v_cache.size(1), ", ",
-                 v_cache.size(2), ", ...]");
+                 "k_cache is [", P, ", ", G, ", ", R, ", ...], v_cache is [", v_cache.size(0), ", ", v_cache.size(1),
+                 ", ", v_cache.size(2), ", ...]");
   const HeadRows queries(q);
   DASLLAMA_CHECK(queries.D == k_cache.size(3), "paged_attention", "q has heads of ", queries.D, ", k_cache of ",
                  k_cache.size(3));
@@ -54,9 +54,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   int64_t checked_seq = -1, checked_first = 0, checked_last = 0;  // pages that the rows before have vouched for
   for (int64_t t = 0; t < T; t++) {
     if (seq[t] == -1) continue;
-    DASLLAMA_CHECK(seq[t] >= 0 && seq[t] < S, "paged_attention", "row_seq[", t, "] is ", seq[t], ", wanted -1 to ", S - 1);
-    DASLLAMA_CHECK(end[t] >= 0 && end[t] <= B * R, "paged_attention", "row_end[", t, "] is ", end[t], ", wanted 0 to ", B * R,
-                   " (", B, " pages of ", R, " rows)");
+    DASLLAMA_CHECK(seq[t] >= 0 && seq[t] < S, "paged_attention", "row_seq[", t, "] is ", seq[t], ", wanted -1 to ",
+                   S - 1);
+    DASLLAMA_CHECK(end[t] >= 0 && end[t] <= B * R, "paged_attention", "row_end[", t, "] is ", end[t], ", wanted 0 to ",
+                   B * R, " (", B, " pages of ", R, " rows)");
     const int64_t first_key = window && pos[t] >= window ? pos[t] - window + 1 : 0;
     begin[t] = static_cast<int32_t>(first_key < end[t] ? first_key : end[t]);
     if (begin[t] == end[t]) continue;
@@ -65,7 +66,8 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     for (int64_t b = first; b < last; b++) {
       const int32_t page = table[seq[t] * B + b];
       DASLLAMA_CHECK(page >= 0 && page < P, "paged_attention", "row ", t, " sees keys ", begin[t], " to ", end[t] - 1,
-                     " of sequence ", seq[t], ", but block_table[", seq[t], ", ", b, "] is ", page, ", wanted 0 to ", P - 1);
+                     " of sequence ", seq[t], ", but block_table[", seq[t], ", ", b, "] is ", page, ", wanted 0 to ",
+                     P - 1);
     }
     checked_seq = seq[t], checked_first = first, checked_last = last;
   }

@@ -10,8 +10,8 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& in
                  "positions must be int32 or int64 [T], found ", toString(dtype), " of rank ", positions.dim());
   DASLLAMA_CHECK(inv_freq.scalar_type() == ScalarType::Float && inv_freq.dim() == 1, "rope_tables",
                  "inv_freq must be f32 [R / 2], found ", toString(inv_freq.scalar_type()), " of rank ", inv_freq.dim());
-  const Tensor p = torch::stable::contiguous(dtype == ScalarType::Long ? positions
-                                                                       : torch::stable::to(positions, ScalarType::Long));
+  const Tensor p =
+      torch::stable::contiguous(dtype == ScalarType::Long ? positions : torch::stable::to(positions, ScalarType::Long));
   const Tensor f = torch::stable::contiguous(inv_freq);
   const int64_t T = p.size(0), half = f.size(0);
   Tensor cosines = new_like(f, 0, {T, half}, ScalarType::Float), sines = new_like(f, 0, {T, half}, ScalarType::Float);
@@ -32,10 +32,11 @@ Tensor rope(const Tensor& x, const Tensor& cosines, const Tensor& sines) {
   const HeadRows in(x);
   for (const Tensor* table : {&cosines, &sines}) {
     DASLLAMA_CHECK(table->scalar_type() == ScalarType::Float && table->dim() == 2, "rope",
-                   "cos and sin must be f32 [T, R / 2], found ", toString(table->scalar_type()), " of rank ", table->dim());
+                   "cos and sin must be f32 [T, R / 2], found ", toString(table->scalar_type()), " of rank ",
+                   table->dim());
     DASLLAMA_CHECK(table->size(0) == in.T && table->size(1) == cosines.size(1) && 2 * table->size(1) <= in.D, "rope",
-                   "cos and sin must be [", in.T, ", at most ", in.D / 2, "] as x has ", in.T, " rows of heads of ", in.D,
-                   ", found [", table->size(0), ", ", table->size(1), "]");
+                   "cos and sin must be [", in.T, ", at most ", in.D / 2, "] as x has ", in.T, " rows of heads of ",
+                   in.D, ", found [", table->size(0), ", ", table->size(1), "]");
   }
   const Tensor c = torch::stable::contiguous(cosines), s = torch::stable::contiguous(sines);
   Tensor y = new_like(x, x.dim(), {}, ScalarType::Float);

@@ -3,16 +3,22 @@
 //   s[j] = scale * q . k[j], soft-capped to c tanh(s / c);  out = sum_j exp(s[j]) v[j] / (sum_j exp(s[j]) + exp(sink))
 //
 // A tile is some consecutive rows of one sequence times the H / G query heads of one kv head: its "vectors", row-major.
-// Layouts: caches [P, G, R, D]; scores [vectors, 64]; a state is m, l (running maximum and sum) and acc [Dv], per vector.
+// Layouts: caches [P, G, R, D]; scores [vectors, 64]; a state is m, l (running maximum and sum) and acc [Dv] of each
+// vector.
 //
 // The order of every sum is fixed by the keys' absolute positions alone, so a row's bits do not depend on its tile:
-// q . k runs in 16 lanes over D and ends in sum16's tree; keys go in blocks of 64 that start at multiples of 64, each with
-// one rescale; blocks are gathered in splits of 256, which are merged in ascending order. A key that a row does not see
-// takes no part in that row's arithmetic, whatever it holds. Head sizes are padded to 16 lanes with zeros in scratch.
+// q . k runs in 16 lanes over D and ends in sum16's tree; keys go in blocks of 64 that start at multiples of 64, each
+// with one rescale; blocks are gathered in splits of 256, which are merged in ascending order. A key that a row does
+// not see takes no part in that row's arithmetic, whatever it holds. Head sizes are padded to 16 lanes with zeros in
+// scratch.
 
 constexpr int kKeys = static_cast<int>(kAttentionBlock);
-constexpr int kTileRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile: of scores, times 4 keys;
-constexpr int kTileLanes = kWidth == 16 ? 4 : 2;  // of weighted values, times this many 16-lane columns
+// Register tiles. Scores: vectors times 4 keys (2 keys for 4 vectors where there are 16 registers). Weighted values:
+// vectors times 16-lane columns, of which a pass takes kColumns dims. Tiles have the best number of vectors, the last
+// at most kMost*.
+constexpr int kScoreRows = kWidth == 16 ? 4 : 3, kMostScores = 4;
+constexpr int kSumRows = kWidth == 16 ? 6 : 3, kMostSums = kWidth == 16 ? 6 : 4;
+constexpr int64_t kColumns = kWidth == 16 ? 64 : 32;
 
 // Keys [begin, end) of a block that a vector sees.
 struct Range {
@@ -32,6 +38,19 @@ struct Block {
   bool half;
 };
 
+// Vectors of the next tile when `left` are left: `rows` is the best number, `most` the largest.
+static int64_t next_tile(int64_t left, int64_t rows, int64_t most) {
+  return left <= most ? left : left < 2 * rows ? (left + 1) / 2 : rows;
+}
+
+// f(Q) with n, from 1 to Most, as a constant Q.
+template <int Most, class F>
+DASLLAMA_INLINE void with_rows(int64_t n, const F& f) {
+  if constexpr (Most > 1)
+    if (n < Most) return with_rows<Most - 1>(n, f);
+  f(std::integral_constant<int, Most>());
+}
+
 template <class T>
 static void widen_row(const T* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -39,70 +58,68 @@ static void widen_row(const T* row, int64_t dim, float* out) {
   if (d < dim) store16(out + d, load16(row + d, dim - d));
 }
 
-// Keys of the block at position `start` that are set in `seen`; straight from the cache if it can serve the loops. Few
-// vectors read halves as they are, many are worth converting the block once.
-static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t dim, const int32_t* pages, int64_t kv_head,
-                   int64_t start, uint64_t seen, int64_t vectors, float* scratch) {
-  const int64_t R = a.R, size = half ? sizeof(f16) : sizeof(float), padded = round16(dim);
+// Keys of the block at position `start` that are set in `seen`; straight from the cache if it can serve the loops. A
+// single tile reads halves as they are, more are worth converting the block once.
+static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t dim, const int32_t* pages,
+                   int64_t kv_head, int64_t start, uint64_t seen, int64_t vectors, float* scratch) {
+  const int64_t R = a.R, size = half ? sizeof(f16) : sizeof(float), stride = round16(dim) + kAttentionPad;
   const auto row_at = [&](int64_t position) {
     const int64_t page = pages[position / R];
     return static_cast<const char*>(cache) + ((page * a.G + kv_head) * R + position % R) * dim * size;
   };
-  if (R % kKeys == 0 && dim == padded && (!half || vectors <= kTileRows)) return {row_at(start), dim, half};
+  if (R % kKeys == 0 && dim % 16 == 0 && (!half || vectors <= kMostSums)) return {row_at(start), dim, half};
   for (int j = 0; j < kKeys; j++) {
     if (!(seen >> j & 1)) continue;
     if (half)
-      widen_row(reinterpret_cast<const f16*>(row_at(start + j)), dim, scratch + j * padded);
+      widen_row(reinterpret_cast<const f16*>(row_at(start + j)), dim, scratch + j * stride);
     else
-      widen_row(reinterpret_cast<const float*>(row_at(start + j)), dim, scratch + j * padded);
+      widen_row(reinterpret_cast<const float*>(row_at(start + j)), dim, scratch + j * stride);
   }
-  return {scratch, padded, false};
+  return {scratch, stride, false};
 }
-
-// Register tiles of 1 to kTileRows vectors, by their number less one.
-template <class T>
-using TileLoop = void (*)(const float*, const T*, int64_t stride, int64_t D, Range, float*);
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Q vectors times 4 keys. One register's worth of the 16 lanes at a time, so that all sums stay in registers.
-template <int Q, class T>
+// Q vectors times K keys. One register's worth of the 16 lanes at a time, so that all sums stay in registers.
+template <int Q, int K, class T>
 DASLLAMA_INLINE void dots(const float* q, const T* k, int64_t stride, int64_t D, float* scores) {
   constexpr int parts = 16 / kWidth;
-  fvec lanes[Q][4][parts];
+  fvec lanes[K][4][parts] = {};
 #pragma GCC unroll 4
   for (int part = 0; part < parts; part++) {
-    fvec sums[Q][4] = {};
+    fvec sums[Q][K] = {};
     for (int64_t d = part * kWidth; d < D; d += 16) {
-      fvec keys[4];
+      fvec x[Q];  // these stay, keys pass: 12 sums, 3 vectors and a key are 16 registers
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) keys[j] = load<fvec>(k + j * stride + d);
-#pragma GCC unroll 6
-      for (int i = 0; i < Q; i++) {
-        const fvec x = load<fvec>(q + i * D + d);
+      for (int i = 0; i < Q; i++) x[i] = load<fvec>(q + i * D + d);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sums[i][j] = fma(x, keys[j], sums[i][j]);
+      for (int j = 0; j < K; j++) {
+        const fvec key = load<fvec>(k + j * stride + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < Q; i++) sums[i][j] = fma(x[i], key, sums[i][j]);
       }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) lanes[i][j][part] = sums[i][j];
+      for (int j = 0; j < K; j++) lanes[j][i][part] = sums[i][j];
   }
-#pragma GCC unroll 6
-  for (int i = 0; i < Q; i++)
-    sum16(join<f32x16>(lanes[i][0]), join<f32x16>(lanes[i][1]), join<f32x16>(lanes[i][2]), join<f32x16>(lanes[i][3]),
-          scores + i * kKeys);
-}
-
-template <int Q, class T>
-static void score_keys(const float* q, const T* k, int64_t stride, int64_t D, Range keys, float* scores) {
-  for (int j = keys.begin & ~3; j < keys.end; j += 4) dots<Q>(q, k + j * stride, stride, D, scores + j);
-}
-
-template <class T, int... Q>
-constexpr std::array<TileLoop<T>, kTileRows> score_loops(std::integer_sequence<int, Q...>) {
-  return {score_keys<Q + 1, T>...};
+#if defined(DASLLAMA_ISA_AVX512)
+  sum16(&lanes[0][0][0], Q, scores, kKeys);
+#else
+  const auto at = [&](int i, int j) { return join<f32x16>(lanes[j][i]); };
+#pragma GCC unroll 4
+  for (int i = 0; i < Q; i += 4 / K) {
+    if constexpr (K == 4) {
+      sum16(at(i, 0), at(i, 1), at(i, 2), at(i, 3), scores + i * kKeys);
+    } else {
+      float four[4];
+      sum16(at(i, 0), at(i, 1), at(i + 1, 0), at(i + 1, 1), four);
+      std::memcpy(scores + i * kKeys, four, 2 * sizeof(float));
+      std::memcpy(scores + (i + 1) * kKeys, four + 2, 2 * sizeof(float));
+    }
+  }
+#endif
 }
 
 // The smallest range that holds those of n vectors; empty if all are.
@@ -110,24 +127,32 @@ static Range hull(const Range* ranges, int64_t n) {
   Range all = {kKeys, 0};
   for (int64_t i = 0; i < n; i++)
     if (!ranges[i].empty())
-      all = {ranges[i].begin < all.begin ? ranges[i].begin : all.begin, ranges[i].end > all.end ? ranges[i].end : all.end};
+      all = {ranges[i].begin < all.begin ? ranges[i].begin : all.begin,
+             ranges[i].end > all.end ? ranges[i].end : all.end};
   return all;
 }
 
 template <class T>
 static void score_block(const float* q, const T* k, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
                         float* scores) {
-  constexpr auto tiles = score_loops<T>(std::make_integer_sequence<int, kTileRows>());
-  for (int64_t i = 0; i < vectors;) {
-    const int64_t n = vectors - i < kTileRows ? vectors - i : kTileRows;
-    const Range keys = hull(ranges + i, n);
-    if (!keys.empty()) tiles[n - 1](q + i * D, k, stride, D, keys, scores + i * kKeys);
-    i += n;
-  }
+  // Keys that all tiles visit before the next ones: 16 kB of them stay in the first-level cache.
+  const int step = D >= 1024 ? 4 : static_cast<int>(4096 / D & ~3);
+  for (int first = 0; first < kKeys; first += step)
+    for (int64_t i = 0; i < vectors;) {
+      const int64_t n = next_tile(vectors - i, kScoreRows, kMostScores);
+      const Range all = hull(ranges + i, n);
+      const int begin = all.begin > first ? all.begin : first, end = all.end < first + step ? all.end : first + step;
+      with_rows<kMostScores>(n, [&](auto rows) {
+        constexpr int Q = rows, K = Q == 4 && kWidth < 16 ? 2 : 4;
+        for (int j = begin & -K; j < end; j += K)
+          dots<Q, K>(q + i * D, k + j * stride, stride, D, scores + i * kKeys + j);
+      });
+      i += n;
+    }
 }
 
-// Turns a vector's raw dot products into exp(s - m), zero outside of `keys`, and updates m and l. Returns the factor that
-// the older part of the state shrinks by.
+// Turns a vector's raw dot products into exp(s - m), zero outside of `keys`, and updates m and l. Returns the factor
+// that the older part of the state shrinks by.
 static float soften(const AttentionArgs& a, Range keys, float* scores, float* m, float* l) {
   static const float count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32x16 s[kKeys / 16], top = splat16(-INFINITY);
@@ -158,7 +183,8 @@ static float soften(const AttentionArgs& a, Range keys, float* scores, float* m,
 
 // acc of Q vectors += weights of `keys` times columns [0, 16 * S) of their values, key by key.
 template <int Q, int S, class T>
-DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Range keys, float* acc, int64_t acc_stride) {
+DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Range keys, float* acc,
+                           int64_t acc_stride) {
   f32x16 sums[Q][S];
 #pragma GCC unroll 6
   for (int i = 0; i < Q; i++)
@@ -181,41 +207,37 @@ DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Ran
     for (int c = 0; c < S; c++) store16(acc + i * acc_stride + 16 * c, sums[i][c]);
 }
 
-template <int Q, class T>
-static void weigh_keys(const float* weights, const T* v, int64_t stride, int64_t D, Range keys, float* acc) {
-  int64_t d = 0;
-  for (; d + 16 * kTileLanes <= D; d += 16 * kTileLanes) weigh<Q, kTileLanes>(weights, v + d, stride, keys, acc + d, D);
-  for (; d < D; d += 16) weigh<Q, 1>(weights, v + d, stride, keys, acc + d, D);
-}
-
-template <class T, int... Q>
-constexpr std::array<TileLoop<T>, kTileRows> weigh_loops(std::integer_sequence<int, Q...>) {
-  return {weigh_keys<Q + 1, T>...};
-}
-
 template <class T>
-static void weigh_block(const float* weights, const T* v, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
-                        float* acc) {
-  constexpr auto tiles = weigh_loops<T>(std::make_integer_sequence<int, kTileRows>());
-  for (int64_t i = 0; i < vectors;) {
-    const int64_t n = vectors - i < kTileRows ? vectors - i : kTileRows;
-    // Keys that all n vectors see go together; what only some see goes vector by vector, before and after.
-    Range common = {0, kKeys};
-    for (int64_t r = i; r < i + n; r++)
-      common = {ranges[r].begin > common.begin ? ranges[r].begin : common.begin,
-                ranges[r].end < common.end ? ranges[r].end : common.end};
-    if (common.empty()) {
-      for (int64_t r = i; r < i + n; r++) tiles[0](weights + r * kKeys, v, stride, D, ranges[r], acc + r * D);
-    } else {
+static void weigh_block(const float* weights, const T* v, int64_t stride, int64_t D, const Range* ranges,
+                        int64_t vectors, float* acc) {
+  for (int64_t first = 0; first < D; first += kColumns) {
+    const int64_t end = first + kColumns < D ? first + kColumns : D;
+    for (int64_t i = 0; i < vectors;) {
+      const int64_t n = next_tile(vectors - i, kSumRows, kMostSums);
+      const auto add = [&](auto rows, int64_t r, Range keys) {
+        constexpr int Q = rows, S = kWidth == 16 ? 4 : Q == 4 ? 1 : 2;
+        int64_t d = first;
+        for (; d + 16 * S <= end; d += 16 * S)
+          weigh<Q, S>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D);
+        for (; d < end; d += 16) weigh<Q, 1>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D);
+      };
+      constexpr std::integral_constant<int, 1> one;
+      // Keys that all n vectors see go together; what only some see goes vector by vector, before and after.
+      Range common = {0, kKeys};
       for (int64_t r = i; r < i + n; r++)
-        if (ranges[r].begin < common.begin)
-          tiles[0](weights + r * kKeys, v, stride, D, {ranges[r].begin, common.begin}, acc + r * D);
-      tiles[n - 1](weights + i * kKeys, v, stride, D, common, acc + i * D);
-      for (int64_t r = i; r < i + n; r++)
-        if (common.end < ranges[r].end)
-          tiles[0](weights + r * kKeys, v, stride, D, {common.end, ranges[r].end}, acc + r * D);
+        common = {ranges[r].begin > common.begin ? ranges[r].begin : common.begin,
+                  ranges[r].end < common.end ? ranges[r].end : common.end};
+      if (common.empty()) {
+        for (int64_t r = i; r < i + n; r++) add(one, r, ranges[r]);
+      } else {
+        for (int64_t r = i; r < i + n; r++)
+          if (ranges[r].begin < common.begin) add(one, r, {ranges[r].begin, common.begin});
+        with_rows<kMostSums>(n, [&](auto rows) { add(rows, i, common); });
+        for (int64_t r = i; r < i + n; r++)
+          if (common.end < ranges[r].end) add(one, r, {common.end, ranges[r].end});
+      }
+      i += n;
     }
-    i += n;
   }
 }
 
@@ -225,7 +247,8 @@ static void weigh_block(const float* weights, const T* v, int64_t stride, int64_
 static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
                             float* scratch) {
   const int64_t group = a.H / a.G, vectors = tile.rows * group, D = round16(a.D), Dv = round16(a.Dv);
-  float *q = scratch, *keys = q + vectors * D, *values = keys + kKeys * D, *scores = values + kKeys * Dv;
+  float *q = scratch, *keys = q + vectors * D, *values = keys + kKeys * (D + kAttentionPad);
+  float* scores = values + kKeys * (Dv + kAttentionPad);
   Range* ranges = reinterpret_cast<Range*>(scores + vectors * kKeys);
   const State s(state, vectors);
   for (int64_t i = 0; i < vectors; i++) {
@@ -241,8 +264,12 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     uint64_t seen = 0;
     for (int64_t i = 0; i < vectors; i++) {
       const int64_t row = tile.row + i / group, first = a.row_begin[row] - start, last = a.row_end[row] - start;
-      const Range r = {static_cast<int>(first < 0 ? 0 : first > kKeys ? kKeys : first),
-                       static_cast<int>(last < 0 ? 0 : last > kKeys ? kKeys : last)};
+      const Range r = {static_cast<int>(first < 0       ? 0
+                                        : first > kKeys ? kKeys
+                                                        : first),
+                       static_cast<int>(last < 0       ? 0
+                                        : last > kKeys ? kKeys
+                                                       : last)};
       ranges[i] = r;
       if (!r.empty()) seen |= (~uint64_t{0} >> (kKeys - (r.end - r.begin))) << r.begin;
     }

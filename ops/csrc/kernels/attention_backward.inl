@@ -1,7 +1,8 @@
 // Gradient of attention over f32 caches [P, G, R, D]. With p[j] = exp(s[j] - m) / l, dp[j] = grad . v[j] and
 // delta = sum_j p[j] dp[j]:  ds[j] = p[j] (dp[j] - delta) * (1 - (s[j] / c)^2) * scale  (the middle factor only if the
 // scores are soft-capped),  dq = sum_j ds[j] k[j],  dk[j] = sum ds[j] q,  dv[j] = sum p[j] grad.
-// The first pass owns a row: dq, and stats m, 1 / l and delta of each head. The second owns a page of one kv head: dk, dv.
+// The first pass owns a row: dq, and stats m, 1 / l and delta of each head. The second owns a page of one kv head, so dk
+// and dv.
 
 static float dot(const float* a, const float* b, int64_t n) {
   f32x16 sums = {};

@@ -1,5 +1,6 @@
-// y = act(gate) * up and its gradient; act 0 is SiLU, x * S(x), act 1 is tanh-GELU, x * S(2 u(x)), where S is the logistic
-// function and u(x) = sqrt(2 / pi) * (x + 0.044715 x^3). The second form equals 0.5 x (1 + tanh u) and does not cancel.
+// y = act(gate) * up and its gradient; act 0 is SiLU, x * S(x), act 1 is tanh-GELU, x * S(2 u(x)), where S is the
+// logistic function and u(x) = sqrt(2 / pi) * (x + 0.044715 x^3). The second form equals 0.5 x (1 + tanh u) and does
+// not cancel.
 
 // act(x); *slope becomes act'(x) if it is wanted.
 template <int Act>
@@ -33,15 +34,15 @@ static void gated_rows(const float* gate, int64_t gate_stride, const float* up, 
   }
 }
 
-static void gated_act(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act, int64_t C,
-                      float* y, int64_t begin, int64_t end) {
+static void gated_act(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act,
+                      int64_t C, float* y, int64_t begin, int64_t end) {
   (act ? gated_rows<1> : gated_rows<0>)(gate, gate_stride, up, up_stride, C, y, begin, end);
 }
 
 // Elements [begin, end) of contiguous arrays.
 template <int Act>
-static void gated_gradient(const float* grad, const float* gate, const float* up, float* dgate, float* dup, int64_t begin,
-                           int64_t end) {
+static void gated_gradient(const float* grad, const float* gate, const float* up, float* dgate, float* dup,
+                           int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += 16) {
     const int64_t n = end - i;
     const auto take = [&](const float* p) { return n < 16 ? load16(p + i, n) : load16(p + i); };

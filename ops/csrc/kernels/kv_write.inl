@@ -1,5 +1,6 @@
 // Rows [begin, end) of x (heads x dim elements, strides in elements) into a cache [P, heads, R, dim] of f32 or f16.
-// slots[t] = page * R + row, -1 for a row that is not written. f16 holds at most 65504: larger values are clamped to it.
+// slots[t] = page * R + row, -1 for a row that is not written. f16 holds at most 65504, to which larger values are
+// clamped.
 
 template <class T>
 static void write_rows(const float* x, int64_t row_stride, int64_t head_stride, int64_t heads, int64_t dim,

@@ -1,16 +1,14 @@
 // Sixteen f32 lanes in the widest registers of the instruction set that is being compiled: one of AVX-512, two of AVX2,
 // four of SSE2 or NEON. GCC splits a 64-byte vector type through memory where registers are smaller, hence `Two`.
 //
-// Sums always run over the same 16 lanes and end in the same tree, products are never contracted (-ffp-contract=off), and
-// a fused multiply-add (`fma`) rounds once whether it is an instruction or libm's fmaf: every instruction set gives the
-// same bits.
+// Sums always run over the same 16 lanes and end in the same tree, products are never contracted (-ffp-contract=off),
+// and a fused multiply-add (`fma`) rounds once whether it is an instruction or libm's fmaf: every instruction set gives
+// the same bits.
 #pragma once
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "../half.h"
 
@@ -58,10 +56,10 @@ struct f16 {
 
 // ---- arithmetic of Two: the halves' arithmetic ----------------------------------------------------------------------
 
-#define DASLLAMA_TWO(op)                                    \
-  template <class V>                                        \
-  DASLLAMA_INLINE Two<V> operator op(Two<V> a, Two<V> b) {  \
-    return {a.lo op b.lo, a.hi op b.hi};                    \
+#define DASLLAMA_TWO(op)                                   \
+  template <class V>                                       \
+  DASLLAMA_INLINE Two<V> operator op(Two<V> a, Two<V> b) { \
+    return {a.lo op b.lo, a.hi op b.hi};                   \
   }
 DASLLAMA_TWO(+)
 DASLLAMA_TWO(-)
@@ -199,13 +197,27 @@ DASLLAMA_INLINE f32x16 max(f32x16 a, f32x16 b) { return select(less(a, b), b, a)
 
 // ---- folding sixteen lanes ------------------------------------------------------------------------------------------
 
-// The fixed tree: lane i with i+8, then i+4, i+2, i+1.
+// The fixed tree of a symmetric operation: lane i with i+8, then i+4, i+2, i+1.
+template <class Op>
+DASLLAMA_INLINE float fold16(f32x16 v, const Op& op) {
+#if defined(DASLLAMA_ISA_AVX2)
+#if defined(DASLLAMA_ISA_AVX512)
+  const __m256 eight = op(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+#else
+  const __m256 eight = op(v.lo, v.hi);
+#endif
+  const __m128 four = op(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#else
+  const fvec four = op(op(v.lo.lo, v.hi.lo), op(v.lo.hi, v.hi.hi));
+#endif
+  return op(op(four[0], four[2]), op(four[1], four[3]));
+}
+
 DASLLAMA_INLINE float sum16(f32x16 v) {
-  float t[16];
-  store16(t, v);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; i++) t[i] += t[i + w];
-  return t[0];
+  return fold16(v, [](auto a, auto b) { return a + b; });
+}
+DASLLAMA_INLINE float max16(f32x16 v) {
+  return fold16(v, [](auto a, auto b) { return a < b ? b : a; });
 }
 
 // sum16 of four at once.
@@ -229,12 +241,24 @@ DASLLAMA_INLINE void sum16(f32x16 a, f32x16 b, f32x16 c, f32x16 d, float* sums) 
 #endif
 }
 
-DASLLAMA_INLINE float max16(f32x16 v) {
-  float t[16];
-  store16(t, v);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; i++) t[i] = t[i] < t[i + w] ? t[i + w] : t[i];
-  return t[0];
+#if defined(DASLLAMA_ISA_AVX512)
+// sum16 of v[4 * j + i] into sums[i * stride + j], for i < rows <= 4 and j < 4.
+DASLLAMA_INLINE void sum16(const f32x16* v, int rows, float* sums, int64_t stride) {
+  f32x16 eights[8], fours[4], twos[2];  // lanes left of each vector that was folded
+  for (int i = 0; i < 8; i++)
+    eights[i] = _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44) + _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee);
+  for (int i = 0; i < 4; i++)
+    fours[i] = _mm512_shuffle_f32x4(eights[2 * i], eights[2 * i + 1], 0x88) +
+               _mm512_shuffle_f32x4(eights[2 * i], eights[2 * i + 1], 0xdd);
+  for (int i = 0; i < 2; i++)
+    twos[i] = _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44) +
+              _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee);
+  const f32x16 ones = _mm512_shuffle_ps(twos[0], twos[1], 0x88) + _mm512_shuffle_ps(twos[0], twos[1], 0xdd);
+  _mm_storeu_ps(sums, _mm512_castps512_ps128(ones));
+  if (rows > 1) _mm_storeu_ps(sums + stride, _mm512_extractf32x4_ps(ones, 1));
+  if (rows > 2) _mm_storeu_ps(sums + 2 * stride, _mm512_extractf32x4_ps(ones, 2));
+  if (rows > 3) _mm_storeu_ps(sums + 3 * stride, _mm512_extractf32x4_ps(ones, 3));
 }
+#endif
 
 }  // namespace
