@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 subprocess.run([sys.executable, "ops/csrc/generate_header.py"], check=True)
@@ -13,7 +13,7 @@ SOURCES = sorted(str(path) for path in Path("ops/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("ops/csrc").rglob(pattern))
 
 setup(
-    packages=["dasllama_torch", "dasllama_torch.gguf", "dasllama_torch.text", "dasllama_torch.ops"],
+    packages=[*find_packages(include=["dasllama_torch*"], exclude=["dasllama_torch.ops*"]), "dasllama_torch.ops"],
     ext_modules=[
         CppExtension(
             "dasllama_torch.ops._C",
@@ -21,11 +21,14 @@ setup(
             depends=HEADERS,
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-std=c++17",
                 "-ffp-contract=off",  # a sum gives the same bits on every instruction set
                 "-fno-math-errno",
                 "-fvisibility=hidden",
                 "-Wno-psabi",
+                "-Wno-uninitialized",  # GCC 12 mistakes the undefined registers of its own AVX-512 header
+                "-Wno-maybe-uninitialized",
                 "-DTORCH_TARGET_VERSION=0x020a000000000000",
                 "-DPy_LIMITED_API=0x030a0000",
             ],

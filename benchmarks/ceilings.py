@@ -1,4 +1,4 @@
-"""What this machine can do at most: memory read bandwidth, f32 FMA and int8 dot rates. Kernels are judged against these.
+"""What this machine can do at most: memory read bandwidth, f32 FMA and int8 dot rates. Kernels are judged by these.
 
     python benchmarks/ceilings.py [--rounds 9] [--json]
 

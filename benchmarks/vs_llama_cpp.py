@@ -239,7 +239,6 @@ def speed_rows(path: Path, threads: int, tasks: list[Task], options: argparse.Na
     n_ctx, rows = context_size(tasks), []
     quiet: Quiet = result["quiet"]
     with start(PEER, options.peer_python, threads) as peer, start(OURS, sys.executable, threads) as ours:
-        result["engines"] = {worker.engine: worker.about for worker in (ours, peer)}
         peer.ask("load", **peer_load(path, n_ctx, options))
         rest([peer])
         ours.ask("load", path=str(path), n_ctx=n_ctx)
@@ -259,11 +258,12 @@ def speed_rows(path: Path, threads: int, tasks: list[Task], options: argparse.Na
             row.agree = (common_prefix(chosen, peers), len(chosen))
             rows.append(row)
             print(f"{row.model}, {row.name}, {threads} threads: ratio {row.ratio:.2f}", file=sys.stderr, flush=True)
-        result["served"] = ours.ask("served")
+        result["engines"] = {worker.engine: worker.about for worker in (ours, peer)}
+        result["served"][f"{path.stem}, {threads} threads"] = ours.ask("served")
     return rows
 
 
-def footprints(path: Path, threads: int, options: argparse.Namespace) -> list[Footprint]:
+def footprints(path: Path, threads: int, options: argparse.Namespace, result: dict) -> list[Footprint]:
     """Both engines in fresh processes, by turns: load, prefill of 512, decode of 64."""
     task = Task("footprint", prompt=512, decode=DECODE, timed="prefill_s")
     n_ctx, size = context_size([task]), path.stat().st_size
@@ -278,6 +278,7 @@ def footprints(path: Path, threads: int, options: argparse.Namespace) -> list[Fo
                 both[engine].load_s.append(worker.ask("load", **load)["load_s"])
                 worker.ask("measure", prompts=prompts_of(task, ids), n_decode=task.decode)
                 both[engine].grown.append(worker.ask("memory")["peak"] - worker.about["memory"]["peak"])
+                result["engines"][engine] = worker.about
     return list(both.values())
 
 
@@ -368,6 +369,8 @@ def main(argv: list[str] | None = None) -> int:
         "rounds": options.rounds,
         "max_foreign": options.max_foreign,
         "models": {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in options.models},
+        "engines": {},
+        "served": {},
         "quiet": Quiet(),
     }
     tasks = [TASKS[name] for name in options.rows if name in TASKS]
@@ -378,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
             for threads in options.threads if tasks else []:
                 rows += speed_rows(path, threads, tasks, options, result)
             if FOOTPRINT in options.rows:
-                prints += footprints(path, max(options.threads), options)
+                prints += footprints(path, max(options.threads), options, result)
     except BenchmarkError as error:
         print(f"vs_llama_cpp: {error}", file=sys.stderr)
         return 1

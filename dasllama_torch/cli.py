@@ -21,6 +21,7 @@ import typer
 from dasllama_torch.errors import DasllamaError
 
 if TYPE_CHECKING:
+    from dasllama_torch.engine.session import Stats
     from dasllama_torch.gguf.reader import GGUFFile
 
 PROGRAM = "dasllama-torch"
@@ -181,7 +182,7 @@ def run(
         raise typer.BadParameter("the prompt is empty, and this model starts with no token of its own")
     with dl.create_session(loaded, kv_dtype=kv.value, n_ctx=ctx) as session:
         code = _stream(session.generate(ids, params, max_tokens), f"reading {len(ids)} tokens")
-        _report_speed(session.stats)
+        _report_speed(session.stats, "interrupt" if code == INTERRUPTED else session.stats.stop)
     raise typer.Exit(code)
 
 
@@ -199,9 +200,9 @@ def _stream(pieces: Iterator[tuple[int | None, str]], wait: str) -> int:
     return code
 
 
-def _report_speed(stats: Any) -> None:
+def _report_speed(stats: "Stats", end: str) -> None:
     prefill = f"prompt: {stats.n_prompt} tokens, {stats.prefill_tps:.1f} tok/s"
-    decode = f"generated: {stats.n_generated} tokens, {stats.decode_tps:.1f} tok/s, ended by {stats.stop}"
+    decode = f"generated: {stats.n_generated} tokens, {stats.decode_tps:.1f} tok/s, ended by {end}"
     print(f"{prefill}; {decode}", file=sys.stderr)
 
 

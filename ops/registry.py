@@ -38,7 +38,7 @@ def define(*, fake: Callable, mutates: tuple[str, ...] = ()):
 
         def counted(*args, **kwargs):
             if _strict:
-                raise KernelError(f"op dasllama::{name}: no kernel serves this call and strict mode forbids the reference")
+                raise KernelError(f"op dasllama::{name}: no kernel serves this, and strict mode forbids the reference")
             _reference_calls[name] += 1
             return reference(*args, **kwargs)
 
@@ -106,7 +106,7 @@ def isas() -> list[str]:
 
 
 def set_isa(name: str | None) -> None:
-    """Serve CPU ops with the kernels of one instruction set (see `isas`); None picks the best. For tests and benchmarks."""
+    """Serve CPU ops with the kernels of one instruction set of `isas`; None picks the best. For tests."""
     if _native.dasllama_set_isa((name or "").encode()) != 0:
         raise KernelError(f"instruction set {name!r} is not available here; available: {', '.join(isas())}")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from dasllama_torch import hub
 from dasllama_torch.ops import registry
@@ -28,6 +29,14 @@ def isa(request):
     registry.set_isa(request.param)
     yield request.param
     registry.set_isa(None)
+
+
+@pytest.fixture
+def threads():
+    """`torch.set_num_threads`, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from dasllama_torch.ops.ggml_types import F32
 
 from dasllama_torch.gguf.writer import write_gguf
+from dasllama_torch.ops.ggml_types import F32
 
 LAYER_NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

@@ -22,7 +22,7 @@ def decode(qweight: torch.Tensor, row: ggml_types.GGMLType) -> torch.Tensor:
 
 
 def random_rows(row: ggml_types.GGMLType, N: int, K: int, seed: int = 0) -> torch.Tensor:
-    """u8 [N, row_bytes]: floats from a normal distribution, or blocks of random bytes with finite, moderate elements."""
+    """u8 [N, row_bytes]: floats from a normal distribution, or blocks of random bytes with moderate elements."""
     generator = torch.Generator().manual_seed(seed)
     if row.id in FLOATS:
         return torch.randn(N, K, generator=generator).to(FLOATS[row.id]).view(torch.uint8)

@@ -26,7 +26,7 @@ def bench():
 # has used `spin` seconds of CPU, as thread pools do.
 STAND_IN = """
 import json, sys, time
-print(json.dumps({"versions": {}, "kernels": "none", "memory": {"peak": 0}}), flush=True)
+print(json.dumps({"versions": {"stand-in": "1"}, "kernels": "none", "memory": {"peak": 100}}), flush=True)
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["do"] == "fail":
@@ -35,7 +35,7 @@ for line in sys.stdin:
     if ask["do"] == "quit":
         sys.exit(3)
     time.sleep(ask.get("nap", 0))
-    print(json.dumps({"prefill_s": 0.25, "decode_s": 2.0, "ids": [1, 2, 3]}), flush=True)
+    print(json.dumps({"prefill_s": 0.25, "decode_s": 2.0, "ids": [1, 2, 3], "load_s": 0.5, "peak": 300}), flush=True)
     until = time.process_time() + ask.get("spin", 0)
     while time.process_time() < until: pass
 """
@@ -210,6 +210,26 @@ def test_worker_answers_over_its_pipe(bench):
     assert measured["ids"] == [3, 4, 5]  # the warm-up token is not part of the stream
     assert min(measured["prefill_s"], measured["decode_s"]) >= 0
     assert failed["error"].startswith("AttributeError")
+
+
+@pytest.mark.parametrize("rows", ["prefill,decode", "footprint", "prefill,footprint"])
+def test_a_whole_run_is_printed_and_written(bench, stand_in, monkeypatch, capsys, tmp_path, rows):
+    monkeypatch.setattr(bench, "start", lambda engine, python, threads: stand_in(engine))
+    monkeypatch.setattr(bench, "FOOTPRINT_ROUNDS", 1)
+    (tmp_path / "some.gguf").write_bytes(b"x" * 150)
+    out = tmp_path / "results" / "run.json"
+    arguments = ["--models", str(tmp_path / "some.gguf"), "--rows", rows, "--threads", "1", "--rounds", "1"]
+    assert bench.main([*arguments, "--max-foreign", "1", "--out", str(out)]) == 0
+    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    assert out.with_suffix(".md").read_text() == printed
+    assert result["engines"].keys() == {"dasllama-torch", "llama.cpp"}
+    assert len(result["rows"]) == len(set(rows.split(",")) & {"prefill", "decode"})
+    for row in result["rows"]:
+        assert row["ratio"] == 1.0
+        assert row["ours"] == row["peer"]["flash attention"] == row["peer"]["no flash attention"]
+        assert f"| some | {row['name']} | 1 | tok/s |" in printed
+    assert ("| some | llama.cpp | 0.50 (0.50 to 0.50) | 0 | 0 | +0 |" in printed) == ("footprint" in rows)
+    assert [f["grown"] for f in result["footprints"]] == [[200]] * (2 if "footprint" in rows else 0)
 
 
 def test_wrong_arguments_are_refused(bench, capsys, tmp_path):

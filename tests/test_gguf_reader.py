@@ -12,12 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from dasllama_torch.ops.ggml_types import F32, GGML_TYPES, Q2_0, Q4_0
 from gguf import GGUFValueType as V
 
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.values import StringArray
 from dasllama_torch.gguf.writer import write_gguf, write_shards
+from dasllama_torch.ops.ggml_types import F32, GGML_TYPES, Q2_0, Q4_0
 
 SCALARS = {
     V.UINT8: ("u8", [0, 255]),

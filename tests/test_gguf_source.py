@@ -6,13 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from dasllama_torch.ops.ggml_types import BF16, F16, F32, GGML_TYPES, I32, Q1_0, Q2_0, Q4_K, Q8_0, WEIGHT_TYPES
 
 from dasllama_torch.errors import GGUFError, UnsupportedModel
 from dasllama_torch.gguf.random_source import RandomSource
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.source import GGUFSource, StateDictSource
 from dasllama_torch.gguf.writer import write_gguf
+from dasllama_torch.ops.ggml_types import BF16, F16, F32, GGML_TYPES, I32, Q1_0, Q2_0, Q4_K, Q8_0, WEIGHT_TYPES
 
 
 @pytest.fixture

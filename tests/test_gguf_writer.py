@@ -3,11 +3,11 @@
 import gguf
 import numpy as np
 import pytest
-from dasllama_torch.ops.ggml_types import BF16, F16, F32, Q4_0, Q4_K
 
 from dasllama_torch.errors import GGUFError
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf
+from dasllama_torch.ops.ggml_types import BF16, F16, F32, Q4_0, Q4_K
 
 
 def test_plain_values(tmp_path):

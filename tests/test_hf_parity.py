@@ -5,10 +5,10 @@ import copy
 import hf_twin
 import pytest
 import torch
-from dasllama_torch.ops import registry
 from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
+from dasllama_torch.ops import registry
 
 # Modules that one side has and the other has not. transformers: parameter-free helpers. Ours: what makes rotated q and
 # k and the attention's output visible to hooks.

@@ -24,17 +24,20 @@ def mode(request):
     return request.param
 
 
+N_CTX = 512  # beyond what some of these files say
+
+
 def text(seed, n, n_vocab=256):
     return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
 
 
 def whole(model, ids, kv_dtype):
-    with dl.create_session(model, kv_dtype) as session:
+    with dl.create_session(model, kv_dtype, n_ctx=N_CTX) as session:
         return session.eval(ids, logits="all")
 
 
 def in_chunks(model, ids, size, kv_dtype):
-    with dl.create_session(model, kv_dtype) as session:
+    with dl.create_session(model, kv_dtype, n_ctx=N_CTX) as session:
         return torch.cat([session.eval(ids[i : i + size], logits="all") for i in range(0, len(ids), size)])
 
 
@@ -58,7 +61,7 @@ def test_ragged_batch(path, mode):
     model = dl.load_model(path, mode=mode)
     first, second, third = text(2, 77), text(3, 5), text(4, 150)
     wanted = [whole(model, ids, "f16") for ids in (first, second, third)]
-    sessions = [dl.create_session(model) for _ in range(3)]
+    sessions = [dl.create_session(model, n_ctx=N_CTX) for _ in range(3)]
     # Prefill and decode rows mixed, sessions at different positions, rows of one session next to another's.
     cuts = [(0, 70, 77), (0, 4, 5), (0, 1, 150)]
     found = [[], [], []]

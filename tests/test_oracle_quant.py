@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from dasllama_torch.ops import ggml_types
 from tolerances import FP32_LOGITS, NATIVE_LOGPROB
 
 import dasllama_torch as dl
+from dasllama_torch.ops import ggml_types
 
 TYPES = [
     "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m",

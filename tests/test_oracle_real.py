@@ -6,7 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tolerances import REAL_GREEDY_MARGIN, REAL_LOGPROB, REAL_NLL, REAL_NLL_RMS, REAL_TOP1_MARGIN
+from tolerances import (
+    REAL_GREEDY_MARGIN,
+    REAL_LOGPROB,
+    REAL_LOGPROB_PEER,
+    REAL_LOGPROBS_FP32,
+    REAL_NLL,
+    REAL_NLL_RMS,
+    REAL_TOP1_MARGIN,
+)
 
 import dasllama_torch as dl
 
@@ -23,6 +31,30 @@ class Golden:
         self.prompts = {p["id"]: p for p in json.loads((folder / f"{name}.json").read_text())["prompts"]}
         self.data = np.load(folder / f"{name}.npz")
         self.nll = {run: self.data[f"nll_{run}"] for run in ("hf", "kv32")}
+
+    def peer_difference(self) -> float:
+        """Mean |log-probability difference| of llama.cpp's f16 and f32 caches, while both follow one path; 0 if
+        absent.
+        """
+        differences = []
+        for name, prompt in self.prompts.items():
+            if f"{name}_top_ids_kv16" not in self.data:
+                return 0.0
+            for step, (a, b) in enumerate(zip(prompt["kv16"]["greedy"], prompt["kv32"]["greedy"], strict=True)):
+                runs = [
+                    dict(
+                        zip(
+                            self.data[f"{name}_top_ids_{run}"][step],
+                            self.data[f"{name}_top_logprobs_{run}"][step],
+                            strict=True,
+                        )
+                    )
+                    for run in ("kv16", "kv32")
+                ]
+                differences += [abs(runs[0][token] - runs[1][token]) for token in runs[0].keys() & runs[1].keys()]
+                if a != b:
+                    break
+        return float(np.mean(differences))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -63,13 +95,33 @@ def test_natural_text(native, kv_dtype):
     model, golden = native
     found = nll(model, golden.prompts["passage"]["ids"], kv_dtype)
     hf, peer = golden.nll["hf"], golden.nll["kv32"]
-    assert abs(found.mean() / hf.mean() - 1) <= REAL_NLL
+    noise = 2 * (found - hf).std() / np.sqrt(len(hf))  # of the mean over so short a passage
+    assert abs(found.mean() - hf.mean()) <= REAL_NLL * hf.mean() + noise
     rms = lambda x: np.sqrt(np.square(x).mean())  # noqa: E731
     assert rms(found - hf) <= REAL_NLL_RMS * rms(peer - hf)
 
 
+@pytest.fixture(scope="module")
+def long_texts(fp32):
+    """Token ids of some texts and their NLL in fp32 mode; `test_dequantized_logprobs` ties that to transformers."""
+    root = Path(__file__).parent.parent
+    names = ("benchmarks/passage.txt", "README.md", "CONTRIBUTING.md", "LICENSE")
+    ids = [fp32[0].encode((root / name).read_text())[:600] for name in names]
+    return ids, np.concatenate([nll(fp32[0], text, "f32") for text in ids])
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
+def test_longer_natural_text(native, long_texts, kv_dtype):
+    """Long enough for the bound itself."""
+    ids, wanted = long_texts
+    found = np.concatenate([nll(native[0], text, kv_dtype) for text in ids])
+    assert len(found) > 1500
+    assert abs(found.mean() / wanted.mean() - 1) <= REAL_NLL
+
+
 def test_teacher_forced(native):
     model, golden = native
+    differences = []
     for name, prompt in golden.prompts.items():
         forced = prompt["kv32"]["greedy"]
         margins = golden.data[f"{name}_margin_kv32"]
@@ -80,21 +132,21 @@ def test_teacher_forced(native):
         for step, token in enumerate(forced):
             if margins[step] > REAL_TOP1_MARGIN:
                 assert logprobs[step].argmax() == token, f"{name}, step {step}, margin {margins[step]:.2f}"
-        difference = (logprobs.gather(1, top_ids) - wanted).abs().mean()
-        assert difference <= REAL_LOGPROB, f"{name}: mean |difference| {difference:.3f}"
+        differences.append((logprobs.gather(1, top_ids) - wanted).abs())
+    assert torch.cat(differences).mean() <= max(REAL_LOGPROB, REAL_LOGPROB_PEER * golden.peer_difference())
 
 
 def test_dequantized_greedy(fp32):
     model, golden = fp32
     for name, prompt in golden.prompts.items():
         margins = golden.data[f"{name}_margin_hf"]
-        with dl.create_session(model, kv_dtype="f32", n_ctx=1024) as session:
-            session.eval(prompt["ids"])
-            for step, wanted in enumerate(prompt["hf_dequant_fp32"]["greedy"]):
-                if margins[step] <= REAL_GREEDY_MARGIN:
-                    break
-                assert session.sample() == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
-                session.eval([wanted])
+        greedy = prompt["hf_dequant_fp32"]["greedy"]
+        n = len(prompt["ids"])
+        best = all_logprobs(model, prompt["ids"] + greedy[:-1], "f32")[n - 1 :].argmax(-1)
+        for step, wanted in enumerate(greedy):
+            if margins[step] <= REAL_GREEDY_MARGIN:
+                break
+            assert best[step] == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
 
 
 def test_dequantized_logprobs(fp32):
@@ -104,4 +156,4 @@ def test_dequantized_logprobs(fp32):
         logprobs = all_logprobs(model, prompt["ids"], "f32")[-1]
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
         found = logprobs[torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()]
-        assert (found - wanted).abs().max() <= 2e-3
+        assert (found - wanted).abs().max() <= REAL_LOGPROBS_FP32

@@ -1,4 +1,4 @@
-"""quant_linear_backward: the gradient of a packed product with respect to its input, against f64 and for stable bits."""
+"""quant_linear_backward: the gradient of a packed product with respect to its input, against f64, and its bits."""
 
 import pytest
 import tolerances

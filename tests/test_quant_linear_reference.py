@@ -122,10 +122,10 @@ def test_fma_rounds_once():
     a = torch.randint(-(2**24), 2**24, (3000,), generator=generator).float()
     b = torch.randn(3000, generator=generator)
     c = torch.randn(3000, generator=generator) * 10.0 ** torch.randint(-6, 12, (3000,), generator=generator)
-    # Two rounded products whose exact sum lies next to the middle of two f32: a second rounding would go astray.
-    a[:1000], b[:1000] = 1 + 2.0**-23, 2.0 ** -torch.randint(20, 50, (1000,), generator=generator).float()
-    c[:1000] = (1 + torch.randint(0, 2**23, (1000,), generator=generator) * 2.0**-23).float()
-    c[500:1000] += 2.0**-24
+    # (1 + e)(1 - e) 2^-24 is 2^-70 less than half a unit of c: an f64 sum falls on the middle and would round astray.
+    a[:1000], b[:1000] = 1 + 2.0**-23, 1 - 2.0**-23
+    b[:1000] *= 2.0**-24 * (2.0 * torch.randint(0, 2, (1000,), generator=generator) - 1)
+    c[:1000] = 1 + torch.randint(0, 2**23, (1000,), generator=generator) * 2.0**-23
     wanted = [rounded_once(*values) for values in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert np.array_equal(_fma(a, b, c).numpy(), np.array(wanted))
 

@@ -61,8 +61,8 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
                 raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
         if session.n_past + len(tokens) > session.n_ctx:
             raise ContextFull(
-                f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context of "
-                f"{session.n_ctx}"
+                f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context, "
+                f"n_ctx={session.n_ctx}"
             )
 
 

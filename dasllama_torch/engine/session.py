@@ -24,7 +24,7 @@ class Stats:
 
     n_prompt: tokens evaluated before the first new one. n_generated: tokens yielded. prefill_s: time to evaluate the
     prompt. ttft_s: time to the first token. decode_s: from the first token to the last. stop: why it ended: "eog",
-    "length", "context", or "caller" (and while it runs).
+    "length", "context", or "caller", which also stands there while it runs and after an error.
     """
 
     n_prompt: int = 0
@@ -105,12 +105,12 @@ class Session:
         tokenizer = self.model.tokenizer
         has_text = tokenizer is not None and tokenizer.has_vocab
         stop_ids = tokenizer.eog_ids if has_text else frozenset()
-        text = StreamingDetokenizer(tokenizer) if has_text else None
         start = time.perf_counter()
         if len(ids) or self.pending:
             self.eval(ids)
+        # The text goes on after what there is: a space that belongs to its first token is not lost.
+        text = StreamingDetokenizer(tokenizer, prev_id=self.tokens[-1] if self.tokens else None) if has_text else None
         stats.prefill_s = time.perf_counter() - start
-        stats.stop = "length"
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
             if self.n_past + len(self.pending) > self.n_ctx:
@@ -126,8 +126,8 @@ class Session:
             stats.n_generated += 1
             stats.decode_s = now - first
             self.pending = [token]
-            stats.stop = "caller"  # unless this loop goes on
             yield token, text.feed(token) if text else ""
+        else:
             stats.stop = "length"
         tail = text.finish() if text else ""
         if tail:

@@ -19,20 +19,16 @@ class StreamingDetokenizer:
     skip_special: control and unknown tokens yield nothing.
     prev_id: the id that comes before the stream, such as the prompt's last one; None where the stream begins a text. It
     tells a word's own space from the one that SentencePiece vocabularies put before the first word, which is not text.
-    A tokenizer without a vocabulary streams empty texts.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, skip_special: bool = True, prev_id: int | None = None):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        begins = prev_id is None or not tokenizer.has_vocab
-        self._after_special = begins or tokenizer.token_type(prev_id) in SPECIAL_TYPES
+        self._after_special = prev_id is None or tokenizer.token_type(prev_id) in SPECIAL_TYPES
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
         """The characters that `token_id` completes; "" if none. TokenizerError if the vocabulary has no such id."""
-        if not self._tokenizer.has_vocab:
-            return ""
         kind = self._tokenizer.token_type(token_id)
         raw = self._tokenizer.piece_bytes(token_id)
         if kind in SPECIAL_TYPES:

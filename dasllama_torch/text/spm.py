@@ -39,8 +39,9 @@ class SPM:
         self._word = lru_cache(_CACHED_WORDS)(self._merge)
 
     def encode(self, text: str) -> list[int]:
+        text = text.replace(" ", SPACE)
         ids: list[int] = []
-        for word in self._words(text.replace(" ", SPACE)):
+        for word in self._words(text) if len(text) > _CACHED_LENGTH else [text]:
             ids += self._word(word) if len(word) <= _CACHED_LENGTH else self._merge(word)
         return ids
 
@@ -48,9 +49,9 @@ class SPM:
         """Cut between characters that are neighbours in no piece: no merge can cross there, so the parts are merged on
         their own, and the short ones are mostly known words.
         """
-        pairs = _pairs(text)
-        if not len(pairs) or not len(self._neighbours):
+        if not len(self._neighbours):
             return list(text)
+        pairs = _pairs(text)
         at = np.searchsorted(self._neighbours, pairs).clip(max=len(self._neighbours) - 1)
         cuts = [0, *(np.flatnonzero(self._neighbours[at] != pairs) + 1).tolist(), len(text)]
         return [text[start:end] for start, end in pairwise(cuts)]

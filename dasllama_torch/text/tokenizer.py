@@ -107,13 +107,11 @@ class Tokenizer:
                 stacklevel=2,
             )
         ids = bos
-        after_special = True
         for part in (self._specials if parse_special else self._user_defined).split(text):
             if isinstance(part, Special):
                 ids.append(part.id)
             else:
-                ids += self._text_model.encode(" " + part if after_special and self.add_space_prefix else part)
-            after_special = isinstance(part, Special)
+                ids += self._text_model.encode(" " + part if self.add_space_prefix else part)
         return ids + eos
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -148,7 +146,7 @@ class Tokenizer:
     def token_type(self, token_id: int) -> TokenType:
         """The file's `tokenizer.ggml.token_type`, but CONTROL for tokens with the names of control tokens."""
         if not 0 <= token_id < self.vocab_size:
-            raise TokenizerError(f"token id {token_id} is not in the vocabulary, wanted 0 to {self.vocab_size - 1}")
+            raise TokenizerError(f"token id {token_id} is not in the vocabulary, which has {self.vocab_size} tokens")
         return TokenType(int(self._vocab.types[token_id]))
 
     def is_control(self, token_id: int) -> bool:

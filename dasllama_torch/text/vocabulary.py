@@ -143,9 +143,9 @@ def _strings(md: Mapping[str, Any], key: str) -> Sequence[str]:
 
 
 def _numbers(md: Mapping[str, Any], key: str, n: int, kinds: str) -> np.ndarray:
-    value = np.asarray(_required(md, key))
-    if value.ndim != 1 or value.dtype.kind not in kinds or len(value) < n:
-        found = f"{value.dtype}{list(value.shape)}"
+    value = _required(md, key)
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds or len(value) < n:
+        found = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise TokenizerError(f"{_PREFIX}{key} is {found}, wanted {n} numbers, one for each token")
     return value[:n]
 

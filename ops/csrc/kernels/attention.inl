@@ -11,9 +11,8 @@
 // takes no part in that row's arithmetic, whatever it holds. Head sizes are padded to 16 lanes with zeros in scratch.
 
 constexpr int kKeys = static_cast<int>(kAttentionBlock);
-constexpr int kDotRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile of scores (times 4 keys)
-constexpr int kSumRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile of weighted values ...
-constexpr int kSumLanes = kWidth == 16 ? 4 : 2;  // ... times 16-lane columns
+constexpr int kTileRows = kWidth == 16 ? 6 : 3;   // vectors of a register tile: of scores, times 4 keys;
+constexpr int kTileLanes = kWidth == 16 ? 4 : 2;  // of weighted values, times this many 16-lane columns
 
 // Keys [begin, end) of a block that a vector sees.
 struct Range {
@@ -49,7 +48,7 @@ static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t
     const int64_t page = pages[position / R];
     return static_cast<const char*>(cache) + ((page * a.G + kv_head) * R + position % R) * dim * size;
   };
-  if (R % kKeys == 0 && dim == padded && (!half || vectors <= kDotRows)) return {row_at(start), dim, half};
+  if (R % kKeys == 0 && dim == padded && (!half || vectors <= kTileRows)) return {row_at(start), dim, half};
   for (int j = 0; j < kKeys; j++) {
     if (!(seen >> j & 1)) continue;
     if (half)
@@ -59,6 +58,10 @@ static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t
   }
   return {scratch, padded, false};
 }
+
+// Register tiles of 1 to kTileRows vectors, by their number less one.
+template <class T>
+using TileLoop = void (*)(const float*, const T*, int64_t stride, int64_t D, Range, float*);
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
@@ -97,6 +100,11 @@ static void score_keys(const float* q, const T* k, int64_t stride, int64_t D, Ra
   for (int j = keys.begin & ~3; j < keys.end; j += 4) dots<Q>(q, k + j * stride, stride, D, scores + j);
 }
 
+template <class T, int... Q>
+constexpr std::array<TileLoop<T>, kTileRows> score_loops(std::integer_sequence<int, Q...>) {
+  return {score_keys<Q + 1, T>...};
+}
+
 // The smallest range that holds those of n vectors; empty if all are.
 static Range hull(const Range* ranges, int64_t n) {
   Range all = {kKeys, 0};
@@ -109,11 +117,9 @@ static Range hull(const Range* ranges, int64_t n) {
 template <class T>
 static void score_block(const float* q, const T* k, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
                         float* scores) {
-  using Tile = void (*)(const float*, const T*, int64_t, int64_t, Range, float*);
-  constexpr Tile tiles[] = {score_keys<1, T>, score_keys<2, T>, score_keys<3, T>,
-                            score_keys<4, T>, score_keys<5, T>, score_keys<6, T>};
+  constexpr auto tiles = score_loops<T>(std::make_integer_sequence<int, kTileRows>());
   for (int64_t i = 0; i < vectors;) {
-    const int64_t n = vectors - i < kDotRows ? vectors - i : kDotRows;
+    const int64_t n = vectors - i < kTileRows ? vectors - i : kTileRows;
     const Range keys = hull(ranges + i, n);
     if (!keys.empty()) tiles[n - 1](q + i * D, k, stride, D, keys, scores + i * kKeys);
     i += n;
@@ -178,18 +184,21 @@ DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Ran
 template <int Q, class T>
 static void weigh_keys(const float* weights, const T* v, int64_t stride, int64_t D, Range keys, float* acc) {
   int64_t d = 0;
-  for (; d + 16 * kSumLanes <= D; d += 16 * kSumLanes) weigh<Q, kSumLanes>(weights, v + d, stride, keys, acc + d, D);
+  for (; d + 16 * kTileLanes <= D; d += 16 * kTileLanes) weigh<Q, kTileLanes>(weights, v + d, stride, keys, acc + d, D);
   for (; d < D; d += 16) weigh<Q, 1>(weights, v + d, stride, keys, acc + d, D);
+}
+
+template <class T, int... Q>
+constexpr std::array<TileLoop<T>, kTileRows> weigh_loops(std::integer_sequence<int, Q...>) {
+  return {weigh_keys<Q + 1, T>...};
 }
 
 template <class T>
 static void weigh_block(const float* weights, const T* v, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
                         float* acc) {
-  using Tile = void (*)(const float*, const T*, int64_t, int64_t, Range, float*);
-  constexpr Tile tiles[] = {weigh_keys<1, T>, weigh_keys<2, T>, weigh_keys<3, T>,
-                            weigh_keys<4, T>, weigh_keys<5, T>, weigh_keys<6, T>};
+  constexpr auto tiles = weigh_loops<T>(std::make_integer_sequence<int, kTileRows>());
   for (int64_t i = 0; i < vectors;) {
-    const int64_t n = vectors - i < kSumRows ? vectors - i : kSumRows;
+    const int64_t n = vectors - i < kTileRows ? vectors - i : kTileRows;
     // Keys that all n vectors see go together; what only some see goes vector by vector, before and after.
     Range common = {0, kKeys};
     for (int64_t r = i; r < i + n; r++)

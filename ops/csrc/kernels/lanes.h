@@ -5,10 +5,12 @@
 // a fused multiply-add (`fma`) rounds once whether it is an instruction or libm's fmaf: every instruction set gives the
 // same bits.
 #pragma once
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../half.h"
 

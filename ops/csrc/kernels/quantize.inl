@@ -41,13 +41,10 @@ static void quantize_32(const float* x, int64_t K, uint8_t* out) {
   for (int64_t b = 0; b < K / 32; b++, x += 32, out += with_sum ? 36 : 34) {
     const float top = as_float(top_bits<32>(x)), d = top / 127.0f, inverse = top != 0 ? 127.0f / top : 0.0f;
     int8_t q[32];  // bytes of `out` may alias x for all that the compiler knows
-    int32_t sum = 0;
-    for (int i = 0; i < 32; i++) {
-      const int32_t v = nearest_int8(x[i] * inverse);
-      q[i] = static_cast<int8_t>(v);
-      sum += v;
-    }
+    for (int i = 0; i < 32; i++) q[i] = static_cast<int8_t>(nearest_int8(x[i] * inverse));
     std::memcpy(out + (with_sum ? 4 : 2), q, 32);
+    int32_t sum = 0;
+    for (int i = 0; i < 32; i++) sum += q[i];
     store_u16(out, f32_to_f16(d));
     if (with_sum) store_u16(out + 2, f32_to_f16(d * static_cast<float>(sum)));
   }
@@ -60,16 +57,13 @@ static void quantize_256(const float* x, int64_t K, uint8_t* out) {
     const float inverse = top != 0 ? -127.0f / top : 0.0f, d = top != 0 ? 1.0f / inverse : 0.0f;
     std::memcpy(out, &d, 4);
     int8_t q[256];
+    for (int i = 0; i < 256; i++) q[i] = static_cast<int8_t>(nearest_int8(x[i] * inverse));
+    std::memcpy(out + 4, q, 256);
     for (int g = 0; g < 16; g++) {
       int32_t sum = 0;
-      for (int i = 0; i < 16; i++) {
-        const int32_t v = nearest_int8(x[16 * g + i] * inverse);
-        q[16 * g + i] = static_cast<int8_t>(v);
-        sum += v;
-      }
+      for (int i = 0; i < 16; i++) sum += q[16 * g + i];
       store_u16(out + 260 + 2 * g, static_cast<uint16_t>(sum));
     }
-    std::memcpy(out + 4, q, 256);
   }
 }
 
