@@ -29,6 +29,7 @@ OURS, PEER = "dasllama-torch", "llama.cpp"
 REST_S = 0.02  # an engine is at rest when its CPU clock has not moved for this long
 REST_TIMEOUT_S = 10.0
 IDLE_LIMIT_S = 0.001  # CPU time that the waiting engine may use during a measurement: none, but for the clock's grain
+STALL_LIMIT = 0.05  # share of a measurement during which the measured engine may have no core at all
 RETRIES = 8
 DECODE = 64
 FOOTPRINT_ROUNDS = 3
@@ -158,12 +159,14 @@ def machine_busy_s() -> float:
 class Quiet:
     """What else went on during the measurements that were kept.
 
-    idle_s: most CPU seconds that a waiting engine used. foreign: for each measurement, the share of the machine that
-    other processes used. repeated: measurements thrown away because that share was above the limit.
+    idle_s: most CPU seconds that a waiting engine used. For each measurement, foreign: the share of the machine that
+    other processes used; stalled: the share of the time in which the engine had no core (at least, since it is what CPU
+    seconds fall short of seconds). repeated: measurements thrown away because one of the two was above its limit.
     """
 
     idle_s: float = 0.0
     foreign: list[float] = field(default_factory=list)
+    stalled: list[float] = field(default_factory=list)
     repeated: int = 0
 
 
@@ -181,8 +184,10 @@ def measure(worker: Worker, waiting: list[Worker], max_foreign: float, quiet: Qu
             if used > IDLE_LIMIT_S:
                 raise BenchmarkError(f"{other.engine} used {used:.3f} s of CPU while {worker.engine} was measured")
         foreign = max(0.0, busy - own) / (wall * os.cpu_count())
-        if foreign <= max_foreign or left == 0:
+        stalled = max(0.0, 1 - own / wall)
+        if (foreign <= max_foreign and stalled <= STALL_LIMIT) or left == 0:
             quiet.foreign.append(foreign)
+            quiet.stalled.append(stalled)
             return reply
         quiet.repeated += 1
 
@@ -315,12 +320,27 @@ def markdown(result: dict, rows: list[Row], prints: list[Footprint]) -> str:
             parts.append(
                 f"During a measurement the waiting engine used at most {1000 * quiet.idle_s:.3f} ms of CPU, and other "
                 f"processes {share.median:.1%} of the machine (quartiles {share.low:.1%} to {share.high:.1%}, at most "
-                f"{max(quiet.foreign):.1%}); {quiet.repeated} measurements with more than {result['max_foreign']:.0%} "
-                "were repeated."
+                f"{max(quiet.foreign):.1%}); the measured engine had no core for at most {max(quiet.stalled):.1%} of "
+                f"the time. {quiet.repeated} measurements with more than {result['max_foreign']:.0%} or "
+                f"{STALL_LIMIT:.0%} were repeated."
             )
     if prints:
         parts.append(footprint_table(prints))
     return "\n\n".join(parts) + "\n"
+
+
+def write(out: Path | None, result: dict, rows: list[Row], prints: list[Footprint]) -> None:
+    """What has been measured so far, as JSON and as a report: a run that is broken off keeps its finished rows."""
+    if out is None:
+        return
+    full = result | {
+        "quiet": dataclasses.asdict(result["quiet"]),
+        "rows": [dataclasses.asdict(row) | {"best": row.best, "ratio": row.ratio} for row in rows],
+        "footprints": [dataclasses.asdict(footprint) for footprint in prints],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(full, indent=1) + "\n")
+    out.with_suffix(".md").write_text(markdown(result, rows, prints))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -380,20 +400,14 @@ def main(argv: list[str] | None = None) -> int:
         for path in options.models:
             for threads in options.threads if tasks else []:
                 rows += speed_rows(path, threads, tasks, options, result)
+                write(options.out, result, rows, prints)
             if FOOTPRINT in options.rows:
                 prints += footprints(path, max(options.threads), options, result)
+                write(options.out, result, rows, prints)
     except BenchmarkError as error:
         print(f"vs_llama_cpp: {error}", file=sys.stderr)
         return 1
-    report = markdown(result, rows, prints)
-    print(report, end="")
-    if options.out:
-        result["quiet"] = dataclasses.asdict(result["quiet"])
-        result["rows"] = [dataclasses.asdict(row) | {"best": row.best, "ratio": row.ratio} for row in rows]
-        result["footprints"] = [dataclasses.asdict(f) for f in prints]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(report)
+    print(markdown(result, rows, prints), end="")
     return 0
 
 

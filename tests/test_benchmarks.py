@@ -131,6 +131,7 @@ def test_an_engine_that_never_rests_is_named(bench, stand_in, monkeypatch):
 
 
 def test_an_engine_that_works_while_it_should_wait_is_found_out(bench, stand_in, monkeypatch):
+    monkeypatch.setattr(bench, "STALL_LIMIT", 1.0)  # the stand-in sleeps
     measured, waiting = stand_in("measured"), stand_in("waiting")
     quiet = bench.Quiet()
     assert bench.measure(measured, [waiting], 1.0, quiet, nap=0.1)["ids"] == [1, 2, 3]
@@ -142,11 +143,20 @@ def test_an_engine_that_works_while_it_should_wait_is_found_out(bench, stand_in,
         bench.measure(measured, [waiting], 1.0, quiet, nap=0.5)
 
 
-def test_disturbed_measurements_are_repeated_and_counted(bench, stand_in):
+@pytest.mark.parametrize(("foreign", "stalled"), [(-1.0, 1.0), (1.0, -1.0)])
+def test_disturbed_measurements_are_repeated_and_counted(bench, stand_in, monkeypatch, foreign, stalled):
+    monkeypatch.setattr(bench, "STALL_LIMIT", stalled)
     quiet = bench.Quiet()
-    bench.measure(stand_in("measured"), [], -1.0, quiet, nap=0.0)  # a limit that nothing meets
+    bench.measure(stand_in("measured"), [], foreign, quiet)  # one of the limits is one that nothing meets
     assert quiet.repeated == bench.RETRIES - 1
-    assert len(quiet.foreign) == 1
+    assert len(quiet.foreign) == len(quiet.stalled) == 1
+
+
+def test_an_engine_that_sleeps_counts_as_stalled(bench, stand_in, monkeypatch):
+    monkeypatch.setattr(bench, "STALL_LIMIT", 1.0)
+    quiet = bench.Quiet()
+    bench.measure(stand_in("measured"), [], 1.0, quiet, nap=0.3)
+    assert quiet.stalled[0] > 0.9
 
 
 def test_turns_alternate_and_the_first_round_is_not_recorded(bench, monkeypatch):
@@ -216,6 +226,7 @@ def test_worker_answers_over_its_pipe(bench):
 def test_a_whole_run_is_printed_and_written(bench, stand_in, monkeypatch, capsys, tmp_path, rows):
     monkeypatch.setattr(bench, "start", lambda engine, python, threads: stand_in(engine))
     monkeypatch.setattr(bench, "FOOTPRINT_ROUNDS", 1)
+    monkeypatch.setattr(bench, "STALL_LIMIT", 1.0)
     (tmp_path / "some.gguf").write_bytes(b"x" * 150)
     out = tmp_path / "results" / "run.json"
     arguments = ["--models", str(tmp_path / "some.gguf"), "--rows", rows, "--threads", "1", "--rounds", "1"]
