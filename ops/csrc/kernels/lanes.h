@@ -31,7 +31,7 @@ constexpr int kWidth = 4;
 
 typedef float fvec __attribute__((vector_size(4 * kWidth)));    // one register
 typedef int32_t ivec __attribute__((vector_size(4 * kWidth)));  // integers, or a mask: -1 or 0 in each lane
-typedef float unaligned_fvec __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+typedef float unaligned_fvec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
 
 template <class V>
 struct Two {
@@ -49,8 +49,11 @@ typedef Two<Two<fvec>> f32x16;
 typedef Two<Two<ivec>> i32x16;
 #endif
 
-// An IEEE half as it lies in memory.
+// An IEEE half and a bfloat16 as they lie in memory.
 struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
   uint16_t bits;
 };
 
@@ -103,8 +106,26 @@ DASLLAMA_INLINE fvec load_one(const f16* p) {
 #elif defined(DASLLAMA_ISA_AVX2)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
+  f16 h[kWidth];  // p need not be aligned
+  std::memcpy(h, p, sizeof h);
   fvec v;
-  for (int i = 0; i < kWidth; i++) v[i] = dasllama::f16_to_f32(p[i].bits);
+  for (int i = 0; i < kWidth; i++) v[i] = dasllama::f16_to_f32(h[i].bits);
+  return v;
+#endif
+}
+
+DASLLAMA_INLINE fvec load_one(const bf16* p) {
+#if defined(DASLLAMA_ISA_AVX512)
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(DASLLAMA_ISA_AVX2)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#else
+  bf16 b[kWidth];
+  std::memcpy(b, p, sizeof b);
+  fvec v;
+  for (int i = 0; i < kWidth; i++) v[i] = dasllama::bf16_to_f32(b[i].bits);
   return v;
 #endif
 }
@@ -134,7 +155,7 @@ DASLLAMA_INLINE auto less(Two<V> a, Two<V> b) -> Two<decltype(less(a.lo, b.lo))>
   return {less(a.lo, b.lo), less(a.hi, b.hi)};
 }
 
-// V from memory: sizeof(V) / 4 elements of f32 or f16, which need not be aligned.
+// V from memory: sizeof(V) / 4 elements of f32, f16 or bf16, which need not be aligned.
 template <class V, class T>
 DASLLAMA_INLINE V load(const T* p) {
   if constexpr (std::is_same_v<V, fvec>) {

@@ -58,29 +58,29 @@ struct FloatPiece {
 template <int MR, int NR, class W>
 static DASLLAMA_INLINE void float_tile(const float* x, int64_t x_stride, const W* const* w, int64_t depth, bool first,
                                        float* lanes, int64_t lanes_stride) {
-  Lanes sum[MR][NR];
+  f32x16 sum[MR][NR];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) sum[m][n] = first ? zero_lanes() : load_lanes(lanes + (m * lanes_stride + n) * 16);
+    for (int n = 0; n < NR; n++) sum[m][n] = first ? f32x16{} : load16(lanes + (m * lanes_stride + n) * 16);
   for (int64_t k = 0; k < depth; k += 16) {
-    Lanes b[NR];
+    f32x16 b[NR];
 #pragma GCC unroll 8
     for (int n = 0; n < NR; n++) {
-      b[n] = load_lanes(w[n] + k);
+      b[n] = load16(w[n] + k);
       if (MR == 1 || sizeof(W) == 2) __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + kAhead);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
-      const Lanes a = load_lanes(x + m * x_stride + k);
+      const f32x16 a = load16(x + m * x_stride + k);
 #pragma GCC unroll 8
-      for (int n = 0; n < NR; n++) sum[m][n] = fma_lanes(a, b[n], sum[m][n]);
+      for (int n = 0; n < NR; n++) sum[m][n] = fma(a, b[n], sum[m][n]);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) store_lanes(lanes + (m * lanes_stride + n) * 16, sum[m][n]);
+    for (int n = 0; n < NR; n++) store16(lanes + (m * lanes_stride + n) * 16, sum[m][n]);
 }
 
 // The last `rest` < 16 values of k, filled up with zeros.
@@ -117,12 +117,17 @@ static void float_rows(const FloatPiece<W>& p, int64_t m) {
       float_tile_rest<MR, NR, W>(x + depth, p.x_stride, w, rest, lanes, lanes_stride);
     }
     if (!p.last) continue;
+    constexpr int outputs = MR * NR;
+    const auto lanes_of = [&](int i) {
+      i = i < outputs ? i : outputs - 1;
+      return load16(lanes + (i / NR * lanes_stride + i % NR) * 16);
+    };
+    float sums[outputs + 3];
+    for (int i = 0; i < outputs; i += 4) sum16(lanes_of(i), lanes_of(i + 1), lanes_of(i + 2), lanes_of(i + 3), sums + i);
     for (int row = 0; row < MR; row++)
-      for (int i = 0; i < NR; i += 2) {
-        float pair[2];
-        sum16_pair(lanes + (row * lanes_stride + i) * 16, pair, pair + 1);
-        for (int64_t j = i; j < i + 2 && n + j < p.columns; j++)
-          p.y[(m + row) * p.y_stride + n + j] = p.bias ? pair[j - i] + p.bias[n + j] : pair[j - i];
+      for (int i = 0; i < NR && n + i < p.columns; i++) {
+        const float sum = sums[row * NR + i];
+        p.y[(m + row) * p.y_stride + n + i] = p.bias ? sum + p.bias[n + i] : sum;
       }
   }
 }
@@ -158,8 +163,8 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
   const bool f32 = p.qtype == types::F32;
   if (p.M <= kTileM) {
     if (f32) return float_stream<float>(p, begin, end);
-    if (p.qtype == types::F16) return float_stream<Half>(p, begin, end);
-    if (p.qtype == types::BF16) return float_stream<Bfloat>(p, begin, end);
+    if (p.qtype == types::F16) return float_stream<f16>(p, begin, end);
+    if (p.qtype == types::BF16) return float_stream<bf16>(p, begin, end);
   }
   static thread_local Scratch scratch, parked;
   const int64_t strip = p.M <= kTileM ? 4 : kStrip;
@@ -174,7 +179,7 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
         if (!f32) {
           w = rows;
           for (int64_t i = 0; i < columns; i++)
-            dequantize_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, rows + i * kScratchStride);
+            decode_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, rows + i * kScratchStride);
         }
         float_piece<float>({p.x + m * p.x_stride + k, p.x_stride, w, f32 ? p.K : kScratchStride, columns, depth, k == 0,
                             k + depth >= p.K, lanes, p.bias ? p.bias + n : nullptr,
@@ -186,7 +191,11 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
 static void round_floats(int qtype, const float* x, float* y, int64_t begin, int64_t end) {
   if (qtype == types::F16) {
     int64_t i = begin;
-    for (; i + 16 <= end; i += 16) store_lanes(y + i, round_to_half(load_lanes(x + i)));
+    for (; i + 16 <= end; i += 16) {
+      f16 half[16];
+      store16(half, load16(x + i));
+      store16(y + i, load16(half));
+    }
     for (; i < end; i++) y[i] = f16_to_f32(f32_to_f16(x[i]));
   } else if (qtype == types::BF16) {
     for (int64_t i = begin; i < end; i++) y[i] = bf16_to_f32(f32_to_bf16(x[i]));

@@ -14,26 +14,26 @@ constexpr int64_t kBackStride = kBackWidth + 16;  // not a power of two, or the 
 template <int MR, int NR>
 static DASLLAMA_INLINE void backward_tile(const float* grad, int64_t grad_stride, const float* w, int64_t rows, bool first,
                                           float* sums, int64_t sums_stride) {
-  Lanes sum[MR][NR];
+  f32x16 sum[MR][NR];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
-    for (int i = 0; i < NR; i++) sum[m][i] = first ? zero_lanes() : load_lanes(sums + m * sums_stride + i * 16);
+    for (int i = 0; i < NR; i++) sum[m][i] = first ? f32x16{} : load16(sums + m * sums_stride + i * 16);
   for (int64_t n = 0; n < rows; n++) {
-    Lanes b[NR];
+    f32x16 b[NR];
 #pragma GCC unroll 8
-    for (int i = 0; i < NR; i++) b[i] = load_lanes(w + n * kBackStride + i * 16);
+    for (int i = 0; i < NR; i++) b[i] = load16(w + n * kBackStride + i * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
-      const Lanes a = splat_lanes(grad[m * grad_stride + n]);
+      const f32x16 a = splat16(grad[m * grad_stride + n]);
 #pragma GCC unroll 8
-      for (int i = 0; i < NR; i++) sum[m][i] = fma_lanes(a, b[i], sum[m][i]);
+      for (int i = 0; i < NR; i++) sum[m][i] = fma(a, b[i], sum[m][i]);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
-    for (int i = 0; i < NR; i++) store_lanes(sums + m * sums_stride + i * 16, sum[m][i]);
+    for (int i = 0; i < NR; i++) store16(sums + m * sums_stride + i * 16, sum[m][i]);
 }
 
 // `count` <= MR rows of dx, `width` columns. The last columns of a strip, fewer than a tile, are summed beside dx.
@@ -65,7 +65,7 @@ static void matmul_float_backward(const FloatMatmulBackward& p, int64_t begin, i
     for (int64_t n = 0; n < p.N || n == 0; n += kBackRows) {
       const int64_t rows = std::min(kBackRows, p.N - n);
       for (int64_t i = 0; i < rows; i++)
-        dequantize_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), width, w + i * kBackStride);
+        decode_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), width, w + i * kBackStride);
       for (int64_t m = 0; m < p.M; m += kTileM)
         backward_rows<kTileM>(std::min<int64_t>(kTileM, p.M - m), p.grad + m * p.N + n, p.N, w, rows, n == 0,
                               p.dx + m * p.K + k, p.K, width);

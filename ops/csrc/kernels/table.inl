@@ -1,7 +1,6 @@
 // The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
 // kernels_<isa>.cpp.
 #include "../blocks.h"
-#include "fma_lanes.h"
 #include "lanes.h"
 #include "lanes_math.h"
 #if defined(DASLLAMA_ISA_AVX512)
@@ -22,16 +21,18 @@ namespace {
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
-#include "matmul_float.inl"
-#include "matmul_float_backward.inl"
 #include "prepare_activation.inl"
 namespace int_dot {  // has vectors of its own
+#include "decode_row.inl"
 #if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
 #include "matmul_int.inl"
 #else
 #include "matmul_int_scalar.inl"
 #endif
 }  // namespace int_dot
+using int_dot::decode_row;
+#include "matmul_float.inl"
+#include "matmul_float_backward.inl"
 }  // namespace
 }  // namespace dasllama
 
