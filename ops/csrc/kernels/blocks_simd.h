@@ -32,55 +32,41 @@ DASLLAMA_INLINE __m128i value_table(const int8_t* values) {
 
 // ---- blocks of 32: two parts. Each gives d (and m) from the first four bytes of a block. --------------------------------
 
-struct FastQ4_0 {
-  static constexpr int kBytes = 18, kMax = 15, kBias = 8;
-  static constexpr bool kAdd = false;
+struct F16Scale {
+  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
+};
+
+// 16 bytes of nibbles at kAt: the low ones are elements 0 to 15. kAdd: the type has an m, an f16 after d.
+template <int kBlockBytes, int kAt, int kOffset, bool kHasM>
+struct Nibbles : F16Scale {
+  static constexpr int kBytes = kBlockBytes, kMax = 15, kBias = kOffset;
+  static constexpr bool kAdd = kHasM;
   template <class S>
   static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const Ints q = s.load(2);
+    const Ints q = s.load(kAt);
     w[0] = low_nibbles(q);
     w[1] = high_nibbles(q);
   }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
 };
+typedef Nibbles<18, 2, 8, false> FastQ4_0;
+typedef Nibbles<20, 4, 0, true> FastQ4_1;
 
-struct FastQ4_1 {
-  static constexpr int kBytes = 20, kMax = 15, kBias = 0;
-  static constexpr bool kAdd = true;
+// The same after 32 fifth bits, in the elements' order, at kAt.
+template <int kBlockBytes, int kAt, int kOffset, bool kHasM>
+struct FiveBits : F16Scale {
+  static constexpr int kBytes = kBlockBytes, kMax = 31, kBias = kOffset;
+  static constexpr bool kAdd = kHasM;
   template <class S>
   static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const Ints q = s.load(4);
-    w[0] = low_nibbles(q);
-    w[1] = high_nibbles(q);
+    const Ints head = s.load(0), q = s.load(kAt + 4);
+    w[0] = add_fifth_bits(low_nibbles(q), head, kAt);
+    w[1] = add_fifth_bits(high_nibbles(q), head, kAt + 2);
   }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
 };
+typedef FiveBits<22, 2, 16, false> FastQ5_0;
+typedef FiveBits<24, 4, 0, true> FastQ5_1;
 
-struct FastQ5_0 {
-  static constexpr int kBytes = 22, kMax = 31, kBias = 16;
-  static constexpr bool kAdd = false;
-  template <class S>
-  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const Ints head = s.load(0), q = s.load(6);
-    w[0] = add_fifth_bits(low_nibbles(q), head, 2);
-    w[1] = add_fifth_bits(high_nibbles(q), head, 4);
-  }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
-};
-
-struct FastQ5_1 {
-  static constexpr int kBytes = 24, kMax = 31, kBias = 0;
-  static constexpr bool kAdd = true;
-  template <class S>
-  static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const Ints head = s.load(0), q = s.load(8);
-    w[0] = add_fifth_bits(low_nibbles(q), head, 4);
-    w[1] = add_fifth_bits(high_nibbles(q), head, 6);
-  }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
-};
-
-struct FastQ8_0 {
+struct FastQ8_0 : F16Scale {
   static constexpr int kBytes = 34, kMax = 128, kBias = kSignedBias;
   static constexpr bool kAdd = false;
   template <class S>
@@ -88,10 +74,9 @@ struct FastQ8_0 {
     w[0] = bit_xor(s.load(2), splat_bytes(kFlip));
     w[1] = bit_xor(s.load(18), splat_bytes(kFlip));
   }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
 };
 
-struct FastIQ4_NL {
+struct FastIQ4_NL : F16Scale {
   static constexpr int kBytes = 18, kMax = 128, kBias = kSignedBias;
   static constexpr bool kAdd = false;
   template <class S>
@@ -101,7 +86,6 @@ struct FastIQ4_NL {
     w[0] = lookup(table, low_nibbles(q));
     w[1] = lookup(table, high_nibbles(q));
   }
-  static DASLLAMA_INLINE Floats d(Ints head) { return low_half(head); }
 };
 
 struct FastMXFP4 {

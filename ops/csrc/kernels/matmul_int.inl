@@ -20,7 +20,7 @@ static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t
 constexpr int kFewRows = 4;  // up to so many rows of x the weights are not kept in a panel
 
 template <class Source, int M>
-static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, const void* expand, int64_t n_begin, int64_t n_end,
+static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, typename Source::Expand expand, int64_t n_begin, int64_t n_end,
                                          int64_t m) {
   for (int64_t n = n_begin; n < n_end; n += kLanes) {
     const Strip strip(p.w, p.row_bytes, n, p.N);
@@ -35,7 +35,7 @@ static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, const void* expand,
 }
 
 template <class Source>
-static void matmul_source(const IntMatmul& p, const void* expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
+static void matmul_source(const IntMatmul& p, typename Source::Expand expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
                           int64_t m_end) {
   switch (m_end - m_begin) {
     case 1: return matmul_few<Source, 1>(p, expand, n_begin, n_end, m_begin);
@@ -55,7 +55,7 @@ static void with_source(int qtype, const F& f) {
   switch (qtype) {
 #define DASLLAMA_PACKED(name, block) \
   case types::name:                  \
-    return f(static_cast<Packed##block<Fast##name>*>(nullptr), nullptr);
+    return f(static_cast<Packed##block<Fast##name>*>(nullptr), Nothing());
     DASLLAMA_PACKED(Q4_0, 32)
     DASLLAMA_PACKED(Q4_1, 32)
     DASLLAMA_PACKED(Q5_0, 32)
@@ -70,7 +70,7 @@ static void with_source(int qtype, const F& f) {
 #undef DASLLAMA_PACKED
 #define DASLLAMA_EXPANDED(name, source, block) \
   case types::name:                            \
-    return f(static_cast<source*>(nullptr), reinterpret_cast<const void*>(static_cast<Expand##block>(expand<types::name>)));
+    return f(static_cast<source*>(nullptr), static_cast<Expand##block>(expand<types::name>));
     DASLLAMA_EXPANDED(Q1_0, Expanded32<32>, 32)
     DASLLAMA_EXPANDED(Q2_0, Expanded32<32>, 32)
     DASLLAMA_EXPANDED(NVFP4, Expanded32<16>, 32)
@@ -91,7 +91,7 @@ static void with_source(int qtype, const F& f) {
 
 static IntTraits int_traits(int qtype) {
   IntTraits traits = {};
-  with_source(qtype, [&](auto* source, const void*) {
+  with_source(qtype, [&](auto* source, auto) {
     typedef std::remove_pointer_t<decltype(source)> Source;
     traits = {16 * Source::kParts, Source::kBias, kLanes * kTileStrips};
   });
@@ -99,7 +99,7 @@ static IntTraits int_traits(int qtype) {
 }
 
 static void matmul_int(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
-  with_source(p.qtype, [&](auto* source, const void* expand) {
+  with_source(p.qtype, [&](auto* source, auto expand) {
     matmul_source<std::remove_pointer_t<decltype(source)>>(p, expand, n_begin, n_end, m_begin, m_end);
   });
 }

@@ -93,7 +93,7 @@ static DASLLAMA_INLINE void prefetch_next(const IntMatmul& p, const Strip& strip
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, const void* expand, int64_t first,
+static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, typename Source::Expand expand, int64_t first,
                                         Floats (&acc)[M]) {
   Source source(strip, expand);
   const int64_t groups = p.K / (16 * Source::kParts);
@@ -120,7 +120,7 @@ static DASLLAMA_INLINE Floats fold_mins(const Scales& s, const int16_t* x_sums, 
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, const void* expand, int64_t first,
+static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, typename Source::Expand expand, int64_t first,
                                          Floats (&acc)[M]) {
   constexpr int kParts = Source::kParts, kSets = Source::kSets, kGroups = Source::kGroups, kGroup = 16 * kParts;
   Source source(strip, expand);

@@ -110,8 +110,9 @@ struct Tile256 {
   }
 };
 
-template <class Source>
+template <class WeightSource>
 struct Panel32 {
+  typedef WeightSource Source;
   static constexpr int kGroup = 16 * Source::kParts;
   typedef Tile32<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kAdd> Tile;
 
@@ -137,7 +138,7 @@ struct Panel32 {
     }
   }
 
-  static void fill(const Strip& strip, const void* expand, int64_t K, uint8_t* panel) {
+  static void fill(const Strip& strip, typename Source::Expand expand, int64_t K, uint8_t* panel) {
     Source source(strip, expand);
     const int64_t groups = K / kGroup;
     int64_t at = 0;
@@ -146,15 +147,16 @@ struct Panel32 {
   }
 };
 
-template <class Source>
+template <class WeightSource>
 struct Panel256 {
+  typedef WeightSource Source;
   static constexpr int kParts = Source::kParts, kGroup = 16 * kParts;
   typedef typename Source::Scales Scales;
   typedef Tile256<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kMin> Tile;
 
   static int64_t bytes(int64_t K) { return K * kLanes + K / 256 * sizeof(Scales); }
 
-  static void fill(const Strip& strip, const void* expand, int64_t K, uint8_t* panel) {
+  static void fill(const Strip& strip, typename Source::Expand expand, int64_t K, uint8_t* panel) {
     Source source(strip, expand);
     Scales* scales = reinterpret_cast<Scales*>(panel_at(panel, K));
     for (int64_t b = 0; b < K / 256; b++) {
@@ -202,7 +204,7 @@ static void many_rows(const IntMatmul& p, int64_t begin, int64_t end, int64_t n,
 }
 
 template <class Panel>
-static void matmul_many(const IntMatmul& p, const void* expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
+static void matmul_many(const IntMatmul& p, typename Panel::Source::Expand expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
                         int64_t m_end) {
   const int64_t bytes = (Panel::bytes(p.K) + 63) / 64 * 64;
   uint8_t* scratch = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(bytes * kTileStrips)));

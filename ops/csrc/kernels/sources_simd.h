@@ -17,6 +17,8 @@ typedef void (*Expand256)(const uint8_t* row, int64_t b, Block256& out);
 
 constexpr int64_t kAhead = 8 << 10, kFar = 128 << 10;  // bytes: how much to have under way, and what caches surely keep
 
+struct Nothing {};  // what Packed32 and Packed256 need to expand a block
+
 struct Strip {
   const uint8_t* row[kLanes];
   Ints offset;    // of each row from the first
@@ -44,12 +46,13 @@ struct Strip {
 
 template <class T>
 struct Packed32 : T {
+  typedef Nothing Expand;
   static constexpr int kBlock = 32, kParts = 2;
   const Strip& strip;
   int64_t at = 0;
   int last = 0;
 
-  Packed32(const Strip& strip, const void*) : strip(strip) {}
+  Packed32(const Strip& strip, Nothing) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t group, int last_group) {
     at = group * T::kBytes;
     last = last_group;
@@ -69,6 +72,7 @@ struct Packed32 : T {
 // kGroup is 16 for NVFP4, whose scales are per 16, and 32 otherwise.
 template <int kGroup>
 struct Expanded32 {
+  typedef Expand32 Expand;
   static constexpr int kBlock = 32, kParts = kGroup / 16, kMax = 128, kBias = kSignedBias;
   static constexpr bool kAdd = false;
   const Strip& strip;
@@ -77,7 +81,7 @@ struct Expanded32 {
   alignas(64) uint8_t q[kLanes][kUnits * kGroup] = {};
   alignas(64) float floats[kUnits][kLanes] = {};
 
-  Expanded32(const Strip& strip, const void* expand) : strip(strip), expand(reinterpret_cast<Expand32>(const_cast<void*>(expand))) {}
+  Expanded32(const Strip& strip, Expand32 expand) : strip(strip), expand(expand) {}
   void begin(int64_t group, int last_group) {
     last = last_group;
     for (int r = 0; r < kLanes; r++)
@@ -98,10 +102,11 @@ struct Expanded32 {
 
 template <class T>
 struct Packed256 : T {
+  typedef Nothing Expand;
   const Strip& strip;
   int64_t at = 0;
 
-  Packed256(const Strip& strip, const void*) : strip(strip) {}
+  Packed256(const Strip& strip, Nothing) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t block) { at = block * T::kBytes; }
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
     if (step == 0) strip.prefetch(r, at, T::kBytes);
@@ -112,6 +117,7 @@ struct Packed256 : T {
 
 template <bool kHasMin>
 struct Expanded256 : SuperLayout<16, 1, kHasMin> {
+  typedef Expand256 Expand;
   typedef SuperLayout<16, 1, kHasMin> Layout;
   static constexpr int kMax = 128, kBias = kSignedBias;
   static constexpr int group(int step, int, int i) { return step * kUnits + i; }
@@ -122,7 +128,7 @@ struct Expanded256 : SuperLayout<16, 1, kHasMin> {
   alignas(64) int32_t scale[16][kLanes];
   alignas(64) int16_t mins[8][kLanes][2];
 
-  Expanded256(const Strip& strip, const void* expand) : strip(strip), expand(reinterpret_cast<Expand256>(const_cast<void*>(expand))) {}
+  Expanded256(const Strip& strip, Expand256 expand) : strip(strip), expand(expand) {}
   void begin(int64_t b) {
     for (int r = 0; r < kLanes; r++) {
       Block256 block;
