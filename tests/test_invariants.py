@@ -6,11 +6,11 @@ Bitwise in native mode on the CPU, to a stated tolerance in fp32 mode.
 import numpy as np
 import pytest
 import torch
+from families import TINY
 from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
 
-TINY = ["llama", "llama_rope3", "qwen2_yarn", "gemma3"]
 QUANT = ["q4_1", "q5_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "iq2_xs", "mxfp4", "bf16", "nvfp4", "tq1_0"]
 
 

@@ -1,0 +1,14 @@
+"""The tiny models of the golden data, by family, and what is particular about a case."""
+
+# Golden case -> times FP32_LOGITS that its logits may differ from transformers: more than 1 only where the references
+# themselves are noisier (golden data's README, "Where the two references disagree").
+TINY = {
+    "llama": 1,
+    "llama_tied": 1,
+    "llama_headdim": 1,
+    "llama_rope3": 1,
+    "llama_yarn_betas": 1,
+    "qwen2": 1,
+    "qwen2_yarn": 1,
+    "gemma3": 1,
+}
