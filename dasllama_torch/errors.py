@@ -1,5 +1,4 @@
-"""Every error that this package raises on purpose. Messages name the file or key, what was found and what was wanted.
-"""
+"""Every error that this package raises on purpose. Messages name the file or key, what was found and what was wanted."""
 
 
 class DasllamaError(Exception):
