@@ -1,4 +1,5 @@
-"""Every error that this package raises on purpose. Messages name the file or key, what was found and what was wanted."""
+"""Every error that this package raises on purpose. Messages name the file or key, what was found and what was wanted.
+"""
 
 
 class DasllamaError(Exception):
