@@ -10,5 +10,7 @@ TINY = {
     "llama_yarn_betas": 1,
     "qwen2": 1,
     "qwen2_yarn": 1,
+    "qwen3": 1,
+    "smollm3": 1,
     "gemma3": 1,
 }
