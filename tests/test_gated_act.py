@@ -9,16 +9,16 @@ from transformers.activations import ACT2FN
 
 from dasllama_torch import ops
 from dasllama_torch.ops import registry
-from dasllama_torch.ops.gated_act import GELU_TANH, SILU, gated_act, gated_act_backward
+from dasllama_torch.ops.gated_act import GELU_TANH, SIGMOID, SILU, gated_act, gated_act_backward
 
-ACTS = [SILU, GELU_TANH]
+ACTS = [SILU, GELU_TANH, SIGMOID]
 
 
 def exact(gate: torch.Tensor, act: int) -> torch.Tensor:
     """The activation in float64, in a form that does not cancel."""
     x = gate.double()
-    z = x if act == SILU else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-    return x / (1 + torch.exp(-z))
+    z = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3) if act == GELU_TANH else x
+    return (1 if act == SIGMOID else x) / (1 + torch.exp(-z))
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> None:
@@ -39,13 +39,13 @@ def test_accuracy_over_the_whole_range(act, isa):
 @pytest.mark.parametrize("act", ACTS)
 def test_agrees_with_transformers_and_the_reference(act, isa):
     gate, up = torch.randn(3, 5, 70) * 4, torch.randn(3, 5, 70)
-    name = "silu" if act == SILU else "gelu_pytorch_tanh"
+    name = {SILU: "silu", GELU_TANH: "gelu_pytorch_tanh", SIGMOID: "sigmoid"}[act]
     wanted = ACT2FN[name](gate) * up
     for found in (gated_act(gate, up, act), gated_act.reference(gate, up, act)):
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)  # torch's own form cancels below zero
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", [SILU, GELU_TANH])
 def test_extremes(act, isa):
     inf, nan = float("inf"), float("nan")
     gate = torch.tensor([inf, 1e30, 3e38, -3e38, -1e30, -200.0, -0.0, 0.0, nan, 1e-40])
@@ -57,6 +57,16 @@ def test_extremes(act, isa):
     grads = gated_act_backward(torch.ones(10), gate, torch.ones(10), act)
     assert grads[0][1:8].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.5]
     assert grads[0][8].isnan()
+
+
+def test_extremes_of_the_sigmoid(isa):
+    gate = torch.tensor([float("inf"), 3e38, 200.0, 0.0, -0.0, -200.0, -3e38, -float("inf"), float("nan")])
+    found = gated_act(gate, torch.full((9,), 3.0), SIGMOID)
+    slopes, _ = gated_act_backward(torch.ones(9), gate, torch.ones(9), SIGMOID)
+    assert found[:8].tolist() == [3.0, 3.0, 3.0, 1.5, 1.5, 0.0, 0.0, 0.0]
+    assert slopes[:8].tolist() == [0.0, 0.0, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0]
+    assert found[8].isnan()
+    assert slopes[8].isnan()
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -127,8 +137,8 @@ def test_results_do_not_depend_on_threads(threads):
 
 def test_errors():
     x = torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match=r"gated_act: act must be 0 \(SiLU\) or 1 \(tanh-GELU\), found 2"):
-        gated_act(x, x, 2)
+    with pytest.raises(RuntimeError, match=r"gated_act: act must be 0 \(SiLU\), 1 \(tanh-GELU\) or 2 \(sigmoid\), found 3"):
+        gated_act(x, x, 3)
     with pytest.raises(
         RuntimeError, match="gated_act: up must have gate's shape, found size 3 of dimension 0, wanted 2"
     ):

@@ -1,6 +1,6 @@
-// y = act(gate) * up and its gradient; act 0 is SiLU, x * S(x), act 1 is tanh-GELU, x * S(2 u(x)), where S is the
-// logistic function and u(x) = sqrt(2 / pi) * (x + 0.044715 x^3). The second form equals 0.5 x (1 + tanh u) and does
-// not cancel.
+// y = act(gate) * up and its gradient; act 0 is SiLU, x * S(x), act 1 is tanh-GELU, x * S(2 u(x)), act 2 is S(x), where
+// S is the logistic function and u(x) = sqrt(2 / pi) * (x + 0.044715 x^3). The second form equals 0.5 x (1 + tanh u)
+// and does not cancel.
 
 // act(x); *slope becomes act'(x) if it is wanted.
 template <int Act>
@@ -17,6 +17,10 @@ DASLLAMA_INLINE f32x16 activation(f32x16 x, f32x16* slope) {
     dz = (one + square * (3 * cubic)) * two_k;
   }
   const f32x16 logistic = one / (one + vexp(f32x16{} - z));
+  if constexpr (Act == 2) {
+    if (slope) *slope = logistic * (one - logistic);
+    return logistic;
+  }
   const f32x16 y = x * logistic;
   if (slope) *slope = logistic + y * (one - logistic) * dz;
   return y;
@@ -36,7 +40,8 @@ static void gated_rows(const float* gate, int64_t gate_stride, const float* up, 
 
 static void gated_act(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act,
                       int64_t C, float* y, int64_t begin, int64_t end) {
-  (act ? gated_rows<1> : gated_rows<0>)(gate, gate_stride, up, up_stride, C, y, begin, end);
+  const auto rows = act == 0 ? gated_rows<0> : act == 1 ? gated_rows<1> : gated_rows<2>;
+  rows(gate, gate_stride, up, up_stride, C, y, begin, end);
 }
 
 // Elements [begin, end) of contiguous arrays.
@@ -61,5 +66,6 @@ static void gated_gradient(const float* grad, const float* gate, const float* up
 
 static void gated_act_backward(const float* grad, const float* gate, const float* up, int64_t act, float* dgate,
                                float* dup, int64_t begin, int64_t end) {
-  (act ? gated_gradient<1> : gated_gradient<0>)(grad, gate, up, dgate, dup, begin, end);
+  const auto gradient = act == 0 ? gated_gradient<0> : act == 1 ? gated_gradient<1> : gated_gradient<2>;
+  gradient(grad, gate, up, dgate, dup, begin, end);
 }
