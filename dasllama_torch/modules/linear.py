@@ -38,24 +38,47 @@ class Packed(Module):
 class Linear(Packed):
     """y = x W^T + b. x [..., K] -> [..., N] in x's dtype, sums in f32.
 
-    interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other; the rows are
-    brought to half-split order at load, as whole packed rows. bias: "yes", "no" or "optional" (taken if the file has
-    one).
+    interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other.
+    row_order, column_order: rows and columns of the file in the order that transformers has them; None: they are. Rows
+    are moved at load, as whole packed rows. Columns cannot be, within packed blocks: the input is put into the file's
+    order instead, so that a hook sees transformers'. bias: "yes", "no" or "optional" (taken if the file has one).
     """
 
-    def __init__(self, w: TensorSource, name: str, n: int, k: int, *, bias: str = "no", interleaved_heads: int = 0):
+    def __init__(
+        self,
+        w: TensorSource,
+        name: str,
+        n: int,
+        k: int,
+        *,
+        bias: str = "no",
+        interleaved_heads: int = 0,
+        row_order: Tensor | None = None,
+        column_order: Tensor | None = None,
+    ):
         super().__init__(w, name, n, k)
         self.out_features, self.in_features = n, k
         self.native = w.native
         has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
         if interleaved_heads:
-            order = half_split_order(n, interleaved_heads)
-            self.qweight = self.qweight[order]
+            row_order = half_split_order(n, interleaved_heads)
+        if row_order is not None:
+            self.qweight = self.qweight[row_order]
             if has_bias:
-                self.bias.data = self.bias.data[order]
+                self.bias.data = self.bias.data[row_order]
+        # Entry c: the input that the file's column c multiplies.
+        inputs = None if column_order is None else column_order.argsort()
+        self.register_buffer("file_inputs", inputs, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized matrix, f32 [N, K], computed on each access; writing to it changes nothing."""
+        return super().weight if self.file_inputs is None else super().weight[:, self.file_inputs.argsort()]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.file_inputs is not None:
+            x = x[..., self.file_inputs]
         return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
 
 
