@@ -1,4 +1,4 @@
-"""What each head of a gated delta rule forgets and takes in (Yang et al. 2024, arXiv:2412.06464, with Mamba2's decay)."""
+"""What each head of a gated delta rule forgets and takes in (Yang et al. 2024, arXiv:2412.06464; Mamba2's decay)."""
 
 import torch
 from torch import Tensor

@@ -137,7 +137,9 @@ def test_results_do_not_depend_on_threads(threads):
 
 def test_errors():
     x = torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match=r"gated_act: act must be 0 \(SiLU\), 1 \(tanh-GELU\) or 2 \(sigmoid\), found 3"):
+    with pytest.raises(
+        RuntimeError, match=r"gated_act: act must be 0 \(SiLU\), 1 \(tanh-GELU\) or 2 \(sigmoid\), found 3"
+    ):
         gated_act(x, x, 3)
     with pytest.raises(
         RuntimeError, match="gated_act: up must have gate's shape, found size 3 of dimension 0, wanted 2"

@@ -19,8 +19,8 @@ from dasllama_torch.step import Step
 class CausalConv1d(Module):
     """Depthwise over the last K inputs of a sequence, SiLU behind it. x [..., T, C] -> the same shape.
 
-    weight: f32 [C, 1, K]. channel_order: channels of the file in the order of transformers; None: they are. With a
-    cache it goes on from the layer's state and leaves its own there, without it starts from zeros.
+    weight: f32 [C, 1, K]. channel_order: channels of the file in the order that transformers has them; None: they are.
+    With a cache it goes on from the layer's state and leaves its own there, without it starts from zeros.
     """
 
     def __init__(self, w: TensorSource, spec: DeltaSpec, layer: int, channel_order: Tensor | None = None):

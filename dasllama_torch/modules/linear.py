@@ -41,7 +41,8 @@ class Linear(Packed):
     interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other.
     row_order, column_order: rows and columns of the file in the order that transformers has them; None: they are. Rows
     are moved at load, as whole packed rows. Columns cannot be, within packed blocks: the input is put into the file's
-    order instead, so that a hook sees transformers'. bias: "yes", "no" or "optional" (taken if the file has one).
+    order instead, so that a hook sees transformers'. An order that changes nothing costs nothing. bias: "yes", "no" or
+    "optional" (taken if the file has one).
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Linear(Packed):
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
         if interleaved_heads:
             row_order = half_split_order(n, interleaved_heads)
-        if row_order is not None:
+        if not is_identity(row_order):
             self.qweight = self.qweight[row_order]
             if has_bias:
                 self.bias.data = self.bias.data[row_order]
         # Entry c: the input that the file's column c multiplies.
-        inputs = None if column_order is None else column_order.argsort()
+        inputs = None if is_identity(column_order) else column_order.argsort()
         self.register_buffer("file_inputs", inputs, persistent=False)
 
     @property
@@ -80,6 +81,10 @@ class Linear(Packed):
         if self.file_inputs is not None:
             x = x[..., self.file_inputs]
         return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
+
+
+def is_identity(order: Tensor | None) -> bool:
+    return order is None or torch.equal(order, torch.arange(len(order)))
 
 
 def half_split_order(n: int, heads: int) -> Tensor:
