@@ -23,21 +23,24 @@ class PagedKV:
 class KVPool:
     """Pages of `page_rows` tokens. A page number stands for that page of every layer, K and V.
 
-    layers: what each layer keeps. kv_dtype: "f16" (stores clamp to +-65504) or "f32". n_pages: the most it may hold;
-    on the CPU a page costs memory only once it has been written. `pool[i]` is the cache of layer i. Not thread-safe.
+    layers: what each layer keeps, None for nothing. kv_dtype: "f16" (stores clamp to +-65504) or "f32". n_pages: the
+    most it may hold; on the CPU a page costs memory only once it has been written. `pool[i]` is the cache of layer i.
+    Not thread-safe.
     """
 
-    def __init__(self, layers: list[CacheSpec], kv_dtype: str, n_pages: int, device, page_rows: int = 64):
+    def __init__(self, layers: list[CacheSpec | None], kv_dtype: str, n_pages: int, device, page_rows: int = 64):
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {kv_dtype!r} is unknown, wanted one of {', '.join(KV_DTYPES)}")
         self.kv_dtype, self.page_rows, self.device = kv_dtype, page_rows, torch.device(device)
         self.pages = PageAllocator(n_pages)
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
-            self._layers = [self._make(spec, n_pages) for spec in layers]
+            self._layers = [spec and self._make(spec, n_pages) for spec in layers]
 
     @classmethod
-    def sized(cls, layers: list[CacheSpec], kv_dtype: str, max_bytes: int, device, page_rows: int = 64) -> "KVPool":
+    def sized(
+        cls, layers: list[CacheSpec | None], kv_dtype: str, max_bytes: int, device, page_rows: int = 64
+    ) -> "KVPool":
         """The pool with as many pages as fit in max_bytes. On the CPU that reserves address space, not memory."""
         probe = cls(layers, kv_dtype, 1, device, page_rows)
         return cls(layers, kv_dtype, max(1, max_bytes // probe.page_bytes), device, page_rows)
@@ -52,10 +55,10 @@ class KVPool:
 
         return PagedKV(tensor(spec.k_dim), tensor(spec.v_dim))
 
-    def __getitem__(self, layer: int) -> PagedKV:
+    def __getitem__(self, layer: int) -> PagedKV | None:
         return self._layers[layer]
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return sum((c.k[0].numel() + c.v[0].numel()) * c.k.element_size() for c in self._layers)
+        return sum((c.k[0].numel() + c.v[0].numel()) * c.k.element_size() for c in self._layers if c)

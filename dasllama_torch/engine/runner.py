@@ -77,7 +77,7 @@ def _take_pages(sessions: list["Session"], ids: list[list[int]]) -> None:
 
 def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
     model, pool = sessions[0].model, sessions[0].pool
-    tokens, row_seq, row_pos, slots, logit_rows, owners = [], [], [], [], [], []
+    tokens, row_seq, row_pos, row_context, slots, logit_rows, owners = [], [], [], [], [], [], []
     for seq, chunk in enumerate(window):
         session = sessions[chunk.index]
         first = len(tokens)
@@ -86,6 +86,7 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         row_seq += [seq] * n
         positions = range(session.n_past + chunk.start, session.n_past + chunk.stop)
         row_pos += positions
+        row_context += [session.n_ctx] * n
         slots += [session.pages[p // pool.page_rows] * pool.page_rows + p % pool.page_rows for p in positions]
         wanted = n if logits == "all" else int(logits == "last" and chunk.last)
         logit_rows += range(first + n - wanted, first + n)
@@ -93,6 +94,7 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
     tables = [sessions[chunk.index].pages for chunk in window]
     width = max(map(len, tables))
     device = pool.device
+    input_ids = torch.tensor([tokens], dtype=torch.int64, device=device)
     positions = torch.tensor(row_pos, dtype=torch.int32, device=device)
     step = Step(
         positions=positions.to(torch.int64),
@@ -103,10 +105,11 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32, device=device),
         cache=pool,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        row_context=torch.tensor(row_context, dtype=torch.int64, device=device),
+        input_ids=input_ids,
     )
-    input_ids = torch.tensor([tokens], dtype=torch.int64, device=device)
     if not logit_rows:  # the cache is all that is wanted
-        model.model(model.model.embed_tokens(input_ids), step)
+        model.get_decoder()(model.get_input_embeddings()(input_ids), step)
         return
     out = model(input_ids, step=step).logits[0].float().cpu()  # [rows, V]
     for (index, wanted), rows in zip(owners, out.split([wanted for _, wanted in owners]), strict=True):
