@@ -43,10 +43,11 @@ class PagedAttention(Module):
                 self.scale, self.window, self.softcap, None,
             )  # fmt: skip
         cache = step.cache[self.source]
+        table = step.tables[cache.group]
         if k is not None:
-            kv_write(k, v, cache.k, cache.v, step.slots)
+            kv_write(k, v, cache.k, cache.v, table.slots)
         return paged_attention(
-            q, cache.k, cache.v, step.block_table, step.row_seq, step.row_pos, step.row_end,
+            q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, step.row_end,
             self.scale, self.window, self.softcap, None,
         )  # fmt: skip
 

@@ -2,16 +2,9 @@
 //
 // A kernel works on raw pointers and on a range of its outermost loop, so that the caller may split it over threads;
 // its result does not depend on the split. Every table is total: it serves all that the ops' schemas allow.
-// The standard headers come here, before a target pragma: a template that std shares between files must not be compiled
-// for an instruction set that only some processors have. For the same reason kernels use no containers.
 // The same source (kernels/*.inl) is compiled once per instruction set unless a kernel has an own, faster variant.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+#include "matmul_int.h"
 
 namespace dasllama {
 
@@ -44,32 +37,6 @@ inline int64_t attention_scratch(const AttentionArgs& a, int64_t vectors) {
   return vectors * (round16(a.D) + kAttentionBlock + 2) +
          kAttentionBlock * (round16(a.D) + round16(a.Dv) + 2 * kAttentionPad);
 }
-
-// How the integer matmul of one instruction set wants a type's activation: sums are over `group` elements, and weights
-// are multiplied as weight + bias, which the sums take back. A task's first weight row is a multiple of `strip`.
-struct IntTraits {
-  int group, bias, strip;
-};
-
-// M rows of K elements on an integer lattice, row-major. U is 256 on Q8_K and else 32, G the group of IntTraits.
-struct IntActivation {
-  int8_t* q;      // [M, K]
-  float* d;       // [M, K / U]
-  float* s;       // [M, K / 32] on Q8_1, else unused
-  int16_t* sums;  // [M, K / G]: of q
-  int32_t* init;  // [M, K / G]: -bias * sums
-};
-
-// y[m, n] = x[m] . w[n] (+ bias[n]) in the order of ops/quant_linear.py; w is [N, row_bytes] of a packed type, y [M, N].
-struct IntMatmul {
-  IntActivation x;
-  const uint8_t* w;
-  int64_t row_bytes;
-  int qtype;
-  const float* bias;  // [N] or null
-  float* y;
-  int64_t N, K;
-};
 
 // y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype.
 struct FloatMatmul {
@@ -155,19 +122,14 @@ struct Kernels {
   // y[i] = x[i] rounded to qtype, one of F32, F16 and BF16, for i in [begin, end); y may be x.
   void (*round_floats)(int qtype, const float* x, float* y, int64_t begin, int64_t end);
 
-  IntTraits (*int_traits)(int qtype);
   // Rows [begin, end) of x f32 [M, K]: rounds them to a lattice and fills their part of a.
   void (*prepare_activation)(const float* x, int lattice, IntTraits traits, int64_t K, const IntActivation& a,
                              int64_t begin, int64_t end);
-  // Weight rows [n_begin, n_end) times rows [m_begin, m_end) of x.
-  void (*matmul_int)(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end);
+  const IntKernels* integer;
 };
 
 // The table in force: the best one that this processor runs, or the one that dasllama_set_isa asked for.
 const Kernels& kernels();
-
-// At least `bytes` bytes, aligned to 64, that belong to the calling thread until it asks again.
-void* thread_scratch(size_t bytes);
 
 // Counts one call of `op` served by `variant` (both string literals) for dasllama_report.
 void count_call(const char* op, const char* variant);

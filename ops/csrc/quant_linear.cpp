@@ -46,7 +46,7 @@ void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows
     while (begin < end) {  // neighbouring strips of one cut go to the kernel together
       const int64_t cut = begin / strips, first = begin % strips, last = std::min(strips, first + end - begin);
       const int64_t m = cut * cut_rows;
-      k.matmul_int(p, first * strip, std::min(p.N, last * strip), m, std::min(rows, m + cut_rows));
+      k.integer->matmul(p, first * strip, std::min(p.N, last * strip), m, std::min(rows, m + cut_rows));
       begin += last - first;
     }
   });
@@ -54,7 +54,7 @@ void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows
 
 void quant_linear_int(const Kernels& k, const Tensor& x, const Tensor& qweight, int qtype, const float* bias, Tensor& y,
                       int64_t M, int64_t N, int64_t K) {
-  const IntTraits traits = k.int_traits(qtype);
+  const IntTraits traits = k.integer->traits(qtype);
   const int lattice = type_info(qtype).lattice, unit = type_info(lattice).block;
   const int64_t window = std::clamp<int64_t>(
       kActivationBytes / (1 + ActivationScratch::row_bytes(K, traits.group, unit)), 256, std::max<int64_t>(M, 256));

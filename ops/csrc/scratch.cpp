@@ -3,7 +3,7 @@
 #include <memory>
 #include <new>
 
-#include "kernels.h"
+#include "matmul_int.h"
 
 namespace dasllama {
 

@@ -7,6 +7,11 @@
 // the instruction set wants that (kFlip). Scales come for the whole strip at once: lane r belongs to row r.
 #pragma once
 #include "../blocks.h"
+#if defined(DASLLAMA_ISA_AVX512)
+#include "simd_avx512.h"
+#else
+#include "simd_avx2.h"
+#endif
 
 namespace dasllama {
 namespace {

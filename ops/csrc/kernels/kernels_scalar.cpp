@@ -1,8 +1,8 @@
-// Plain C++ for any processor: the kernels that serve all that the schemas allow.
-#include "../kernels.h"
+#include "isa_scalar.h"
 #include "table.inl"
 
 namespace dasllama {
+extern const IntKernels int_kernels_scalar;
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = DASLLAMA_TABLE("scalar");
+const Kernels kernels_scalar = DASLLAMA_TABLE("scalar", &int_kernels_scalar);
 }  // namespace dasllama

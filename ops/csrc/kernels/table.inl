@@ -1,14 +1,11 @@
 // The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
 // kernels_<isa>.cpp.
 #include "../blocks.h"
+#include "../kernels.h"
 #include "lanes.h"
 #include "lanes_math.h"
-#if defined(DASLLAMA_ISA_AVX512)
-#include "simd_avx512.h"
-#include "sources_simd.h"
-#elif defined(DASLLAMA_ISA_AVX2)
-#include "simd_avx2.h"
-#include "sources_simd.h"
+#if defined(DASLLAMA_ISA_AVX2)
+#include "blocks_simd.h"
 #endif
 
 namespace dasllama {
@@ -25,11 +22,6 @@ namespace {
 #include "prepare_activation.inl"
 namespace int_dot {  // has vectors of its own
 #include "decode_row.inl"
-#if defined(DASLLAMA_ISA_AVX512) || defined(DASLLAMA_ISA_AVX2)
-#include "matmul_int.inl"
-#else
-#include "matmul_int_scalar.inl"
-#endif
 }  // namespace int_dot
 using int_dot::decode_row;
 #include "matmul_float.inl"
@@ -37,7 +29,7 @@ using int_dot::decode_row;
 }  // namespace
 }  // namespace dasllama
 
-#define DASLLAMA_TABLE(name)            \
+#define DASLLAMA_TABLE(name, integer)   \
   {                                     \
     name,                               \
     rms_norm,                           \
@@ -61,7 +53,6 @@ using int_dot::decode_row;
     matmul_float,                       \
     matmul_float_backward,              \
     round_floats,                       \
-    int_dot::int_traits,                \
     prepare_activation,                 \
-    int_dot::matmul_int                 \
+    integer                             \
   }
