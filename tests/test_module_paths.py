@@ -19,13 +19,15 @@ def paths(root, left_out):
     return {name for name, _ in root.named_modules() if name and not name.endswith(left_out)}
 
 
-def hf_model(facts):
-    """The transformers model of a golden case, without weights."""
+def hf_model(facts, device="meta"):
+    """The transformers model of a golden case, with eager attention and weights of its own."""
     config = dict(facts["config"])
-    with torch.device("meta"):
-        return getattr(transformers, facts["hf_class"])(
-            transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        )
+    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    config._attn_implementation = "eager"
+    if "vision" in " ".join(config.sub_configs):
+        config.vision_config.depth = 1  # the tower is not looked at
+    with torch.device(device):
+        return getattr(transformers, facts["hf_class"])(config)
 
 
 @pytest.mark.parametrize("name", TINY)
