@@ -12,5 +12,12 @@ TINY = {
     "qwen2_yarn": 1,
     "qwen3": 1,
     "smollm3": 1,
+    "qwen2vl": 1,
+    "qwen3vl": 1,
+    "mistral3_yarn": 1,
+    "phi3": 1,
+    "phi3_longrope": 1,
+    "gemma2": 1,
+    "gemma2_27b": 1,
     "gemma3": 1,
 }

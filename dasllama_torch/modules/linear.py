@@ -38,7 +38,6 @@ class Packed(Module):
 class Linear(Packed):
     """y = x W^T + b. x [..., K] -> [..., N] in x's dtype, sums in f32.
 
-    interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other.
     row_order, column_order: rows and columns of the file in the order that transformers has them; None: they are. Rows
     are moved at load, as whole packed rows. Columns cannot be, within packed blocks: the input is put into the file's
     order instead, so that a hook sees transformers'. An order that changes nothing costs nothing. bias: "yes", "no" or
@@ -53,7 +52,6 @@ class Linear(Packed):
         k: int,
         *,
         bias: str = "no",
-        interleaved_heads: int = 0,
         row_order: Tensor | None = None,
         column_order: Tensor | None = None,
     ):
@@ -62,8 +60,6 @@ class Linear(Packed):
         self.native = w.native
         has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
-        if interleaved_heads:
-            row_order = half_split_order(n, interleaved_heads)
         if not is_identity(row_order):
             self.qweight = self.qweight[row_order]
             if has_bias:
@@ -87,11 +83,11 @@ def is_identity(order: Tensor | None) -> bool:
     return order is None or torch.equal(order, torch.arange(len(order)))
 
 
-def half_split_order(n: int, heads: int) -> Tensor:
-    """Row indices that take interleaved rotary pairs (0, 1), (2, 3), ... of each head to halves (0, 2, ...), (1, 3,
-    ...).
+def half_split_order(heads: int, dim: int) -> Tensor:
+    """The row_order of a Q or K projection whose file holds rotary pairs (0, 1), (2, 3), ... of each head side by side:
+    they go to halves (0, 2, ...), (1, 3, ...).
     """
-    return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
+    return torch.arange(heads * dim).reshape(heads, dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
 class Embedding(Packed):

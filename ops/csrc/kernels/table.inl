@@ -16,6 +16,7 @@ namespace {
 #include "rms_norm.inl"
 #include "rope.inl"
 #include "gated_act.inl"
+#include "softcap.inl"
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
@@ -45,6 +46,8 @@ using int_dot::decode_row;
     rope,                               \
     gated_act,                          \
     gated_act_backward,                 \
+    softcap,                            \
+    softcap_backward,                   \
     kv_write,                           \
     attention_split,                    \
     attention_merge,                    \
