@@ -19,5 +19,6 @@ TINY = {
     "phi3_longrope": 1,
     "gemma2": 1,
     "gemma2_27b": 1,
+    "qwen35": 3,
     "gemma3": 1,
 }

@@ -14,8 +14,10 @@ from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
 
-PLUS_ONE = ("gemma2", "gemma3")  # files hold these norms' weights with the one that transformers adds
-M_ROPE = ("qwen2vl", "qwen3vl")
+PLUS_ONE = ("gemma2", "gemma3", "qwen35")  # files hold these norms' weights with the one that transformers adds
+M_ROPE = ("qwen2vl", "qwen3vl", "qwen35")
+PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b")
+WATCHED = (*PROJECTIONS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn")
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
@@ -26,9 +28,9 @@ def pair(request, oracle):
     hf = hf_model(json.loads(path.with_suffix(".json").read_text()), device="cpu").eval().float()
     weights = {}
     for name, module in model.named_modules():
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias", "A_log", "dt_bias"):
             if (value := getattr(module, kind, None)) is not None:
-                one = request.param.startswith(PLUS_ONE) and name.endswith("norm")
+                one = request.param.startswith(PLUS_ONE) and name.endswith("norm") and "linear_attn" not in name
                 weights[f"{name}.{kind}"] = value - 1 if one else value
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -57,17 +59,18 @@ def test_padding(pair, side):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = positions.expand(3, -1, -1) if name in M_ROPE else positions
     wanted = hf(input_ids=x, attention_mask=mask, position_ids=given).logits[mask.bool()]
-    assert_close(model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()], wanted)
+    found = model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    assert_close(found, wanted, FP32_LOGITS * TINY[name])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pair", M_ROPE, indirect=True)
 def test_positions_of_several_axes(pair):
-    model, hf, _ = pair
+    model, hf, name = pair
     positions = torch.randint(0, 90, (3, 2, 41), generator=torch.Generator().manual_seed(1))
     x = ids(2, 41)
     wanted = hf(input_ids=x, position_ids=positions).logits
-    assert_close(model(x, position_ids=positions).logits, wanted)
+    assert_close(model(x, position_ids=positions).logits, wanted, FP32_LOGITS * TINY[name])
     text = torch.arange(41).expand(3, 2, 41)
     assert (wanted - hf(input_ids=x, position_ids=text).logits).abs().max() > 0.1 * wanted.std()
 
@@ -75,12 +78,12 @@ def test_positions_of_several_axes(pair):
 @torch.no_grad()
 def test_module_outputs(pair):
     """Hooks by the same path see the same tensors."""
-    model, hf, _ = pair
+    model, hf, case = pair
     seen = {}
 
     def watch(root, side):
         for name, module in root.named_modules():
-            if name.endswith(("_proj", "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn")):
+            if name.endswith(WATCHED):
 
                 def keep(m, args, out, key=(side, name)):
                     seen[key] = out[0] if isinstance(out, tuple) else out
@@ -96,12 +99,14 @@ def test_module_outputs(pair):
     assert len(names) > 15
     for name in names:
         found, wanted = seen["ours", name], seen["hf", name]
-        assert_close(found, wanted if found.shape == wanted.shape else wanted.transpose(1, 2))
+        if name.endswith("linear_attn.norm"):  # transformers makes one row of each head
+            wanted = wanted.view(found.shape)
+        assert_close(found, wanted if found.shape == wanted.shape else wanted.transpose(1, 2), FP32_LOGITS * TINY[case])
 
 
 def test_gradients(pair):
     """d loss / d embeddings, by a hook on the embedding table, equals transformers'."""
-    model, hf, _ = pair
+    model, hf, case = pair
     x = ids(2, 17)
     target = torch.randn(2, 17, 256, generator=torch.Generator().manual_seed(3))
     gradients = []
@@ -113,4 +118,4 @@ def test_gradients(pair):
         loss = (root(input_ids=x).logits * target).sum()
         hook.remove()
         gradients.append(torch.autograd.grad(loss, embeds[0])[0])
-    assert_close(*gradients, tolerance=GRADIENT)
+    assert_close(*gradients, tolerance=GRADIENT * TINY[case])

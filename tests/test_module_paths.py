@@ -10,9 +10,9 @@ from families import TINY
 import dasllama_torch as dl
 
 # Modules that one side has and the other has not. transformers: parameter-free helpers. Ours: what makes rotated q and
-# k and the attention's output visible to hooks.
+# k and the outputs of attention and delta rule visible to hooks.
 HF_ONLY = ("act_fn", "activation_fn", "rotary_emb", "resid_attn_dropout", "resid_mlp_dropout")
-OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature")
+OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature", "linear_attn.delta")
 
 
 def paths(root, left_out):

@@ -17,6 +17,7 @@ FAMILIES = {
     "phi3": ("phi3", "Phi3"),
     "qwen2": ("qwen2", "Qwen2"),
     "qwen2vl": ("qwen2", "Qwen2VL"),
+    "qwen35": ("qwen35", "Qwen35"),
     "qwen3": ("qwen3", "Qwen3"),
     "qwen3vl": ("qwen3", "Qwen3VL"),
     "smollm3": ("smollm3", "SmolLM3"),

@@ -5,12 +5,12 @@ weights contain the +1 (the gated one has none), and whose value heads stand in 
 T tokens of the ragged batch, C embedding, H query heads (value heads in a delta net), G kv heads (key heads), D head
 dim."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, DeltaSpec, read_delta, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_delta, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -34,7 +34,7 @@ class Qwen35Config(DecoderConfig):
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen35Config":
         g = read_geometry(md, w)
         dim = md.arch.int("rope.dimension_count", min=2, max=g.head_dim)
-        rope = read_rope(md, dim)
+        rope = replace(read_rope(md, dim), axes=read_axes(md, dim, interleaved=True))
         deltas = read_delta(md, g.n_layers)
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i]) for i in range(g.n_layers)))
 
@@ -69,13 +69,54 @@ class Qwen35GatedDeltaNet(nn.Module):
         spec = cfg.layers[layer].delta
         C, G, H = cfg.n_embd, spec.n_k_heads, spec.n_v_heads
         keys, values = G * spec.k_dim, H * spec.v_dim
-        heads = head_order(spec)
-        of_values = spread(heads, spec.v_dim)
-        channels = None if heads is None else torch.cat([torch.arange(2 * keys), 2 * keys + of_values])
+        # The file has the value heads in turns, one of each key head; transformers has those of a key head together.
+        heads = torch.arange(H).view(H // G, G).T.reshape(-1)
+        of_values = torch.arange(values).view(H, -1)[heads].reshape(-1)
+        channels = torch.cat([torch.arange(2 * keys), 2 * keys + of_values])
         self.spec, self.widths = spec, [keys, keys, values]
         self.in_proj_qkv = Linear(w, "attn_qkv", spec.conv_channels, C, row_order=channels)
         self.in_proj_z = Linear(w, "attn_gate", values, C, row_order=of_values)
         self.in_proj_b = Linear(w, "ssm_beta", H, C, row_order=heads)
         self.in_proj_a = Linear(w, "ssm_alpha", H, C, row_order=heads)
         self.conv1d = CausalConv1d(w, spec, layer, channels)
-        self.ssm_a = nn.Parameter(w.f32("ssm_a", H)[heads], requires_grad=False)  # -exp(A_log)
+        self.decay = nn.Parameter(w.f32("ssm_a", H)[heads], requires_grad=False)  # -exp(A_log)
+        self.dt_bias = nn.Parameter(w.f32("ssm_dt.bias", H)[heads], requires_grad=False)
+        self.delta = DeltaRule(layer)
+        self.norm = GatedRMSNorm(w, "ssm_norm", spec.v_dim, cfg.norm_eps)
+        self.out_proj = Linear(w, "ssm_out", C, values, column_order=of_values)
+
+    @property
+    def A_log(self) -> Tensor:
+        """The parameter that transformers keeps."""
+        return torch.log(-self.decay)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        q, k, v = self.conv1d(self.in_proj_qkv(x), step).split(self.widths, -1)
+        q, k = q.unflatten(-1, (-1, self.spec.k_dim)), k.unflatten(-1, (-1, self.spec.k_dim))  # [..., T, G, Dk]
+        v, z = (y.unflatten(-1, (-1, self.spec.v_dim)) for y in (v, self.in_proj_z(x)))  # [..., T, H, Dv]
+        g, beta = delta_gates(self.in_proj_a(x), self.in_proj_b(x), self.decay, self.dt_bias)
+        y = self.delta(q, k, v, g, beta, step)
+        return self.out_proj(self.norm(y, z).flatten(-2))
+
+
+class Qwen35DecoderLayer(nn.Module):
+    def __init__(self, cfg: Qwen35Config, w: TensorSource, layer: int):
+        super().__init__()
+        self.is_recurrent = cfg.layers[layer].delta is not None
+        if self.is_recurrent:
+            self.linear_attn = Qwen35GatedDeltaNet(cfg, w, layer)
+        else:
+            self.self_attn = Qwen35Attention(cfg, w, layer)
+        self.mlp = GatedMLP(w, cfg.n_embd, cfg.layers[layer].ffn_width, "silu")
+        self.input_layernorm = RMSNorm(w, "attn_norm", cfg.n_embd, cfg.norm_eps)
+        self.post_attention_layernorm = RMSNorm(w, "post_attention_norm", cfg.n_embd, cfg.norm_eps)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        mixer = self.linear_attn if self.is_recurrent else self.self_attn
+        x = x + mixer(self.input_layernorm(x), step)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen35ForCausalLM(CausalLM):
+    def __init__(self, cfg: Qwen35Config, w: TensorSource):
+        super().__init__(cfg, w, Decoder(cfg, w, Qwen35DecoderLayer))
