@@ -24,6 +24,7 @@ _WHERE = {
     "TokenizerError": "errors",
     "OutOfPages": "errors",
     "ContextFull": "errors",
+    "CannotRewind": "errors",
     "KernelError": "errors",
     "DownloadError": "errors",
 }

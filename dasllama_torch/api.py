@@ -11,6 +11,7 @@ from torch import Tensor
 from dasllama_torch.arch import family
 from dasllama_torch.cache.memory import physical_memory
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
@@ -74,16 +75,19 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
     return model.eval()
 
 
-def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = None) -> Session:
+def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = None, *, rewind: int = 0) -> Session:
     """A new stream over the model, empty.
 
-    kv_dtype: "f16" (the default) or "f32", how keys and values are kept. n_ctx: the most tokens it may hold; by default
-    the model's own context, at most 4,096. Memory is taken page by page as tokens come.
+    kv_dtype: "f16" (the default) or "f32", how keys and values are kept; recurrent states are f32. n_ctx: the most
+    tokens it may hold; by default the model's own context, at most 4,096. rewind: tokens that `truncate` may take back
+    though a layer's window has passed; each keeps its keys longer. Memory is taken page by page as tokens come.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
-    return Session(model, _pool(model, kv_dtype, n_ctx), n_ctx)
+    if rewind < 0:
+        raise ValueError(f"rewind is {rewind}, wanted 0 or more")
+    return Session(model, _pool(model, kv_dtype, n_ctx), n_ctx, rewind)
 
 
 def eval_batch(
@@ -100,9 +104,11 @@ def _pool(model: CausalLM, kv_dtype: str, n_ctx: int) -> KVPool:
     if kv_dtype not in pools:
         layers = [layer.cache for layer in model.config.layers]
         device = model.model.embed_tokens.qweight.device
-        pools[kv_dtype] = KVPool.sized(layers, kv_dtype, physical_memory(), device)
+        pools[kv_dtype] = KVPool(layers, kv_dtype, physical_memory(), device)
     pool = pools[kv_dtype]
-    if n_ctx > pool.pages.capacity * pool.page_rows:
-        held = pool.pages.capacity * pool.page_rows
-        raise OutOfPages(f"n_ctx is {n_ctx}, and this machine's memory holds {held} tokens of {kv_dtype} cache")
+    wanted = CacheSequence(pool).bytes_for(n_ctx, n_ctx)
+    if wanted > pool.max_bytes:
+        raise OutOfPages(
+            f"n_ctx is {n_ctx}, which takes {wanted} bytes of {kv_dtype} cache: more than this machine has"
+        )
     return pool

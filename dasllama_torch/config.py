@@ -69,8 +69,31 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaSpec:
+    """A gated delta rule (Yang et al. 2024, arXiv:2412.06464) behind a causal convolution over its inputs.
+
+    n_v_heads states [k_dim, v_dim]; a key head serves n_v_heads / n_k_heads of them that follow each other. conv_taps:
+    inputs that the convolution sees, the present one included.
+    """
+
+    n_k_heads: int
+    n_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_taps: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values of all heads."""
+        return 2 * self.n_k_heads * self.k_dim + self.n_v_heads * self.v_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One decoder layer. window: keys seen, self included; 0 means all. rope None: no positional encoding."""
+    """One decoder layer. window: keys seen, self included; 0 means all. rope None: no positional encoding.
+
+    delta: a recurrent layer, which has no attention; the heads are then those of the others.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -78,20 +101,46 @@ class LayerSpec:
     ffn_width: int
     rope: RopeSpec | None
     window: int = 0
+    delta: DeltaSpec | None = None
 
     @property
-    def cache(self) -> "CacheSpec":
-        """What this layer keeps of each token."""
-        return CacheSpec(n_kv_heads=self.n_kv_heads, k_dim=self.head_dim, v_dim=self.head_dim)
+    def cache(self) -> "CacheSpec | StateSpec":
+        """What this layer keeps of a sequence."""
+        if (d := self.delta) is not None:
+            return StateSpec(
+                conv_taps=d.conv_taps, conv_channels=d.conv_channels, n_heads=d.n_v_heads, k_dim=d.k_dim, v_dim=d.v_dim
+            )
+        return CacheSpec(n_kv_heads=self.n_kv_heads, k_dim=self.head_dim, v_dim=self.head_dim, window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSpec:
-    """Keys [n_kv_heads, k_dim] and values [n_kv_heads, v_dim] of every token, in pages."""
+    """Keys [n_kv_heads, k_dim] and values [n_kv_heads, v_dim] of every token, in pages.
+
+    window: only the last so many tokens are ever read; 0: all.
+    """
 
     n_kv_heads: int
     k_dim: int
     v_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """Of a whole sequence: the last inputs [conv_taps - 1, conv_channels] of a convolution and a state
+    [n_heads, k_dim, v_dim].
+    """
+
+    conv_taps: int
+    conv_channels: int
+    n_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def numel(self) -> int:
+        return (self.conv_taps - 1) * self.conv_channels + self.n_heads * self.k_dim * self.v_dim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""Every error that this package raises on purpose. Messages name the file or key, what was found and what was wanted.
-"""
+"""Every error that this package raises on purpose. Messages name the file or key, what was found, what was wanted."""
 
 
 class DasllamaError(Exception):
@@ -24,6 +23,10 @@ class OutOfPages(DasllamaError):
 
 class ContextFull(DasllamaError):
     """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
+
+
+class CannotRewind(DasllamaError):
+    """A session cannot go back to that position exactly: a window or a recurrent state has forgotten what it needs."""
 
 
 class KernelError(DasllamaError):

@@ -20,17 +20,31 @@ if TYPE_CHECKING:
     from dasllama_torch.config import RopeSpec
 
 
+@dataclass(frozen=True)
+class PageTable:
+    """Where the layers of one group of `KVPool.groups` keep keys and values: pages of R rows, at most B a sequence.
+
+    slots: int64 [T], page * R + row where those of each row are written, -1 for an inert row.
+    block_table: int32 [S, B], pages of each sequence in order, -1 where a window has left them behind.
+    """
+
+    slots: Tensor
+    block_table: Tensor
+
+
 @dataclass
 class Step:
-    """T rows, S sequences, pages of R rows, B pages per sequence at most.
+    """T rows of S sequences; rows of one sequence stand in the order of their positions.
 
     positions: int64 [T], what rotary tables are computed from.
-    row_seq: int32 [T], sequence of each row (a row of `block_table` if there is a cache), -1 for an inert row.
+    row_seq: int32 [T], sequence of each row (a row of each `block_table` if there is a cache), -1 for an inert row.
     row_pos: int32 [T], index of the row's key in its sequence.
     row_end: int32 [T], number of keys that the row may see: row_pos + 1 if causal, the span's end in a non-causal span.
-    slots: int64 [T], page * R + row where keys and values are written, -1 for an inert row. None without a cache.
-    block_table: int32 [S, B], pages of each sequence in order. None without a cache.
-    cache: the pool that the pages belong to; None: the rows attend to each other only.
+    n_seqs: S.
+    cache: the pool that pages and states belong to; None: the rows attend to each other only, from empty states.
+    tables: by group of the cache's layers.
+    state_slots: int64 [T], slot of the recurrent state of each row's sequence, -1 for an inert row. None without a
+    cache of recurrent layers.
     logit_rows: int64 [n], rows whose logits are wanted; None: all.
     """
 
@@ -38,9 +52,10 @@ class Step:
     row_seq: Tensor
     row_pos: Tensor
     row_end: Tensor
-    slots: Tensor | None = None
-    block_table: Tensor | None = None
+    n_seqs: int
     cache: KVPool | None = None
+    tables: tuple[PageTable, ...] = ()
+    state_slots: Tensor | None = None
     logit_rows: Tensor | None = None
     _tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -63,6 +78,7 @@ class Step:
             row_seq=sequence.reshape(-1).to(torch.int32),
             row_pos=row_pos,
             row_end=row_pos + 1,
+            n_seqs=batch,
         )
 
     def rope_tables(self, key: str, spec: RopeSpec, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

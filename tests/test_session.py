@@ -8,7 +8,9 @@ import torch
 
 import dasllama_torch as dl
 from dasllama_torch.cache.pages import PageAllocator
+from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.engine.scheduler import plan_windows
+from dasllama_torch.engine.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +88,15 @@ def test_the_context_ends_with_an_error_and_no_harm(model):
 
 def test_pages_are_taken_on_demand_and_given_back(model):
     session = dl.create_session(model, n_ctx=200)
-    free = session.pool.pages.available
+    (group,) = session.pool.groups
+    before = group.pages.in_use
     session.eval(list(range(64)))
-    assert session.pool.pages.available == free - 1
+    assert group.pages.in_use == before + 1
     session.eval([1])
-    assert session.pool.pages.available == free - 2
+    assert group.pages.in_use == before + 2
     session.close()
     session.close()
-    assert session.pool.pages.available == free
+    assert group.pages.in_use == before
     with pytest.raises(dl.DasllamaError, match="closed"):
         session.eval([1])
     with dl.create_session(model) as inner:
@@ -102,21 +105,26 @@ def test_pages_are_taken_on_demand_and_given_back(model):
     left.eval([1])
     del left
     gc.collect()
-    assert session.pool.pages.available == free
+    assert group.pages.in_use == before
+
+
+def small_pool(model, n_pages):
+    """A pool of its own that holds so many pages of all layers."""
+    layers = [layer.cache for layer in model.config.layers]
+    page_bytes = KVPool(layers, "f16", 1 << 20, "cpu").groups[0].page_bytes
+    return KVPool(layers, "f16", n_pages * page_bytes, "cpu")
 
 
 def test_out_of_pages_loses_nothing(model):
-    a, b = dl.create_session(model), dl.create_session(model)
+    pool = small_pool(model, 2)
+    a, b = Session(model, pool, 200), Session(model, pool, 200)
     wanted = a.eval(list(range(60)))
-    taken = a.pool.pages.take(a.pool.pages.available - 1)
-    try:
-        with pytest.raises(dl.OutOfPages, match="1 of"):
-            dl.eval_batch([a, b], [[1] * 10, [2] * 70])
-        assert (a.n_past, b.n_past) == (60, 0)
-        assert torch.equal(a.logits, wanted)
-        a.eval([1] * 10)
-    finally:
-        a.pool.pages.give_back(taken)
+    with pytest.raises(dl.OutOfPages, match="has .* bytes left, wanted"):
+        dl.eval_batch([a, b], [[1] * 10, [2] * 70])
+    assert (a.n_past, b.n_past) == (60, 0)
+    assert torch.equal(a.logits, wanted)
+    assert pool.groups[0].pages.in_use == 1
+    a.eval([1] * 10)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +140,8 @@ def test_out_of_pages_loses_nothing(model):
         (lambda m, s: dl.eval_batch([s, dl.create_session(m, "f32")], [[1], [2]]), "one pool"),
         (lambda m, s: dl.create_session(m, n_ctx=0), "n_ctx is 0"),
         (lambda m, s: dl.create_session(m, "q9"), "q9"),
+        (lambda m, s: dl.create_session(m, rewind=-1), "rewind is -1"),
+        (lambda m, s: s.truncate(1), "n is 1, wanted 0 to 0"),
         (lambda m, s: list(s.generate([1], max_tokens=-1)), "max_tokens"),
         (lambda m, s: m(None), "either input_ids or inputs_embeds"),
         (lambda m, s: m(torch.tensor([1, 2])), "rank 1"),
@@ -177,6 +187,7 @@ def test_page_allocator():
     with pytest.raises(dl.OutOfPages, match="2 of 5 pages left, wanted 3"):
         pages.take(3)
     pages.give_back(first[:1])
+    assert pages.in_use == 2
     assert pages.take(1) == first[:1]
     assert len(pages.take(2)) == 2
-    assert pages.available == 0
+    assert pages.in_use == 5

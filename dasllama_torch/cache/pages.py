@@ -12,13 +12,14 @@ class PageAllocator:
         self._next = 0  # pages from here on were never handed out
 
     @property
-    def available(self) -> int:
-        return self.capacity - self._next + len(self._free)
+    def in_use(self) -> int:
+        return self._next - len(self._free)
 
     def take(self, n: int) -> list[int]:
         """n pages, or OutOfPages and none."""
-        if n > self.available:
-            raise OutOfPages(f"the KV pool has {self.available} of {self.capacity} pages left, wanted {n}")
+        available = self.capacity - self.in_use
+        if n > available:
+            raise OutOfPages(f"the KV pool has {available} of {self.capacity} pages left, wanted {n}")
         reused = [self._free.pop() for _ in range(min(n, len(self._free)))]
         fresh = n - len(reused)
         self._next += fresh

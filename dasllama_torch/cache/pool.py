@@ -1,4 +1,5 @@
-"""KVPool: the keys and values of all layers, in pages that sessions take on demand."""
+"""KVPool: what all layers keep of evaluated tokens. Keys and values in pages, recurrent states in slots; sessions take
+both on demand."""
 
 from dataclasses import dataclass
 
@@ -7,55 +8,121 @@ from torch import Tensor
 
 from dasllama_torch.cache.memory import reserve
 from dasllama_torch.cache.pages import PageAllocator
-from dasllama_torch.config import CacheSpec
+from dasllama_torch.config import CacheSpec, StateSpec
+from dasllama_torch.errors import OutOfPages
 
 KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's cache. k [P, G, R, Dk], v [P, G, R, Dv]: within a page, the rows of a head lie together."""
+    """One layer's keys and values. k [P, G, R, Dk], v [P, G, R, Dv]: within a page, the rows of a head lie together.
+
+    group: index in `KVPool.groups` and in `Step.tables` of the layers that it shares page numbers with.
+    """
 
     k: Tensor
     v: Tensor
+    group: int
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """One layer's states, f32, a slot for each sequence: conv [slots, taps - 1, channels], the last inputs of the
+    convolution, oldest first; delta [slots, heads, Dk, Dv]."""
+
+    conv: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """Layers with one window (0: none). A page number of `pages` stands for a page of each of them, K and V, which is
+    `page_bytes` in all. Layers of another window forget at another position, so they have pages of their own."""
+
+    window: int
+    page_bytes: int
+    pages: PageAllocator
 
 
 class KVPool:
-    """Pages of `page_rows` tokens. A page number stands for that page of every layer, K and V.
+    """Pages of `page_rows` tokens and slots for recurrent states, `max_bytes` of them at most.
 
-    layers: what each layer keeps. kv_dtype: "f16" (stores clamp to +-65504) or "f32". n_pages: the most it may hold;
-    on the CPU a page costs memory only once it has been written. `pool[i]` is the cache of layer i. Not thread-safe.
+    layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: "f16" (stores clamp to +-65504) or
+    "f32". On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache
+    of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None
+    if no layer has one. Not thread-safe.
     """
 
-    def __init__(self, layers: list[CacheSpec], kv_dtype: str, n_pages: int, device, page_rows: int = 64):
+    def __init__(
+        self, layers: list[CacheSpec | StateSpec | None], kv_dtype: str, max_bytes: int, device, page_rows: int = 64
+    ):
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {kv_dtype!r} is unknown, wanted one of {', '.join(KV_DTYPES)}")
-        self.kv_dtype, self.page_rows, self.device = kv_dtype, page_rows, torch.device(device)
-        self.pages = PageAllocator(n_pages)
+        self.kv_dtype, self.max_bytes, self.page_rows = kv_dtype, max_bytes, page_rows
+        self.device = torch.device(device)
+        windows = sorted({spec.window for spec in layers if isinstance(spec, CacheSpec)})
+        self.groups = [self._group(layers, window) for window in windows]
+        self.state_bytes = sum(4 * spec.numel for spec in layers if isinstance(spec, StateSpec))
+        self.states = PageAllocator(max_bytes // self.state_bytes) if self.state_bytes else None
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
-            self._layers = [self._make(spec, n_pages) for spec in layers]
+            self._layers = [self._make(spec, windows) for spec in layers]
 
-    @classmethod
-    def sized(cls, layers: list[CacheSpec], kv_dtype: str, max_bytes: int, device, page_rows: int = 64) -> "KVPool":
-        """The pool with as many pages as fit in max_bytes. On the CPU that reserves address space, not memory."""
-        probe = cls(layers, kv_dtype, 1, device, page_rows)
-        return cls(layers, kv_dtype, max(1, max_bytes // probe.page_bytes), device, page_rows)
+    def _group(self, layers, window: int) -> PageGroup:
+        specs = [spec for spec in layers if isinstance(spec, CacheSpec) and spec.window == window]
+        row_bytes = (
+            sum(spec.n_kv_heads * (spec.k_dim + spec.v_dim) for spec in specs) * KV_DTYPES[self.kv_dtype].itemsize
+        )
+        page_bytes = self.page_rows * row_bytes
+        # Each group alone may fill the pool: what bounds them together is max_bytes.
+        return PageGroup(window, page_bytes, PageAllocator(self.max_bytes // page_bytes))
 
-    def _make(self, spec: CacheSpec, n_pages: int) -> PagedKV:
-        def tensor(dim: int) -> Tensor:
-            shape = (n_pages, spec.n_kv_heads, self.page_rows, dim)
-            dtype = KV_DTYPES[self.kv_dtype]
-            if self.device.type != "cpu":
-                return torch.zeros(shape, dtype=dtype, device=self.device)
-            return reserve(n_pages * spec.n_kv_heads * self.page_rows * dim * dtype.itemsize).view(dtype).view(shape)
+    def _make(self, spec: CacheSpec | StateSpec | None, windows: list[int]) -> PagedKV | RecurrentState | None:
+        if spec is None:
+            return None
+        if isinstance(spec, StateSpec):
+            slots = self.states.capacity
+            return RecurrentState(
+                self._tensor((slots, spec.conv_taps - 1, spec.conv_channels), torch.float32),
+                self._tensor((slots, spec.n_heads, spec.k_dim, spec.v_dim), torch.float32),
+            )
+        group, dtype = windows.index(spec.window), KV_DTYPES[self.kv_dtype]
+        shape = (self.groups[group].pages.capacity, spec.n_kv_heads, self.page_rows)
+        return PagedKV(self._tensor((*shape, spec.k_dim), dtype), self._tensor((*shape, spec.v_dim), dtype), group)
 
-        return PagedKV(tensor(spec.k_dim), tensor(spec.v_dim))
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        n = torch.Size(shape).numel()
+        return reserve(n * dtype.itemsize).view(dtype).view(shape)
 
-    def __getitem__(self, layer: int) -> PagedKV:
+    def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return sum((c.k[0].numel() + c.v[0].numel()) * c.k.element_size() for c in self._layers)
+    def used_bytes(self) -> int:
+        """Bytes of the pages and slots that are handed out."""
+        slots = self.states.in_use if self.states else 0
+        return sum(group.pages.in_use * group.page_bytes for group in self.groups) + slots * self.state_bytes
+
+    def require(self, nbytes: int) -> None:
+        """Raise OutOfPages unless nbytes more may be handed out."""
+        left = self.max_bytes - self.used_bytes
+        if nbytes > left:
+            raise OutOfPages(f"the KV pool has {left} of {self.max_bytes} bytes left, wanted {nbytes}")
+
+    def clear_state(self, slot: int) -> None:
+        """Make the slot that of a sequence without tokens."""
+        for state in self._recurrent():
+            state.conv[slot].zero_()
+            state.delta[slot].zero_()
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Make the slot `target` equal to `source`."""
+        for state in self._recurrent():
+            state.conv[target].copy_(state.conv[source])
+            state.delta[target].copy_(state.delta[source])
+
+    def _recurrent(self) -> list[RecurrentState]:
+        return [layer for layer in self._layers if isinstance(layer, RecurrentState)]

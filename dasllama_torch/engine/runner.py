@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
-from dasllama_torch.errors import ContextFull
-from dasllama_torch.step import Step
+from dasllama_torch.errors import CannotRewind, ContextFull
+from dasllama_torch.step import PageTable, Step
 
 if TYPE_CHECKING:
+    from dasllama_torch.cache.sequence import Sequence as CacheSequence
     from dasllama_torch.engine.session import Session
+    from dasllama_torch.modules.causal_lm import CausalLM
 
 MAX_ROWS = 512  # rows of one forward
 LOGITS = ("last", "all", None)
@@ -21,8 +23,8 @@ def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str
     """Evaluate ids[i] at the end of sessions[i], for sessions of one model and one pool, in ragged batches.
 
     logits: "last" gives f32 [V] per session, "all" f32 [len(ids[i]), V], None nothing. A session's result does not
-    depend on the others. Pages are taken before anything is evaluated: ContextFull and OutOfPages leave every session
-    as it was.
+    depend on the others. Memory is asked for before anything is evaluated: ContextFull and OutOfPages leave every
+    session as it was. What fails later leaves it with the tokens of the forwards that were done.
     """
     if logits not in LOGITS:
         raise ValueError(f"logits={logits!r}, wanted one of {', '.join(map(repr, LOGITS))}")
@@ -32,17 +34,16 @@ def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str
     asked = [len(tokens) for tokens in ids]
     ids = [s.pending + [int(token) for token in tokens] for s, tokens in zip(sessions, ids, strict=True)]
     _check(sessions, ids)
-    _take_pages(sessions, ids)
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    _check_memory(sessions, windows)
     kept: list[list[Tensor]] = [[] for _ in sessions]
     with torch.inference_mode():
-        for window in plan_windows([len(tokens) for tokens in ids], MAX_ROWS):
+        for window in windows:
             _run_window(sessions, ids, window, logits, kept)
     results: list[Tensor | None] = []
-    for session, tokens, n, rows in zip(sessions, ids, asked, kept, strict=True):
-        session.tokens.extend(tokens)
-        session.pending = []
+    for session, n, rows in zip(sessions, asked, kept, strict=True):
         session.logits = rows[-1][-1] if rows else None
-        results.append(torch.cat(rows)[len(tokens) - n :] if logits == "all" else session.logits)
+        results.append(torch.cat(rows)[-n:] if logits == "all" else session.logits)
     return results
 
 
@@ -59,6 +60,11 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
         for token in tokens:
             if not 0 <= token < n_vocab:
                 raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
+        if session.sequence.torn:
+            raise CannotRewind(
+                f"an evaluation failed half way and left the recurrent state behind token {session.n_past}: truncate "
+                f"the session to a checkpoint or to 0"
+            )
         if session.n_past + len(tokens) > session.n_ctx:
             raise ContextFull(
                 f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context, "
@@ -66,49 +72,81 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
             )
 
 
-def _take_pages(sessions: list["Session"], ids: list[list[int]]) -> None:
-    rows = sessions[0].pool.page_rows
-    wanted = [-(-(s.n_past + len(tokens)) // rows) - len(s.pages) for s, tokens in zip(sessions, ids, strict=True)]
-    pages = sessions[0].pool.pages.take(sum(wanted))  # all or nothing
-    for session, n in zip(sessions, wanted, strict=True):
-        session.pages.extend(pages[:n])
-        del pages[:n]
+def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None:
+    """Raise OutOfPages unless the pool can serve all windows, each after the pages that the ones before set free."""
+    at = [s.n_past for s in sessions]
+    held = [s.sequence.held_bytes for s in sessions]
+    before = most = sum(held)
+    for window in windows:
+        for chunk in window:
+            stop = at[chunk.index] + chunk.stop - chunk.start
+            held[chunk.index] = sessions[chunk.index].sequence.bytes_for(at[chunk.index], stop)
+            at[chunk.index] = stop
+        most = max(most, sum(held))
+    sessions[0].pool.require(most - before)
 
 
 def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
-    model, pool = sessions[0].model, sessions[0].pool
-    tokens, row_seq, row_pos, slots, logit_rows, owners = [], [], [], [], [], []
+    """One forward: rows of some sessions, whose tokens count as evaluated once it is done."""
+    tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
     for seq, chunk in enumerate(window):
-        session = sessions[chunk.index]
-        first = len(tokens)
+        session, n = sessions[chunk.index], chunk.stop - chunk.start
+        session.sequence.grow(session.n_past + n)
         tokens += ids[chunk.index][chunk.start : chunk.stop]
-        n = chunk.stop - chunk.start
         row_seq += [seq] * n
-        positions = range(session.n_past + chunk.start, session.n_past + chunk.stop)
-        row_pos += positions
-        slots += [session.pages[p // pool.page_rows] * pool.page_rows + p % pool.page_rows for p in positions]
+        row_pos += range(session.n_past, session.n_past + n)
         wanted = n if logits == "all" else int(logits == "last" and chunk.last)
-        logit_rows += range(first + n - wanted, first + n)
-        owners.append((chunk.index, wanted))
-    tables = [sessions[chunk.index].pages for chunk in window]
-    width = max(map(len, tables))
-    device = pool.device
-    positions = torch.tensor(row_pos, dtype=torch.int32, device=device)
-    step = Step(
+        logit_rows += range(len(tokens) - wanted, len(tokens))
+        wanted_of.append(wanted)
+    sequences = [sessions[chunk.index].sequence for chunk in window]
+    step = _step(sessions[0].pool, sequences, row_seq, row_pos, logit_rows)
+    try:
+        rows = _forward(sessions[0].model, tokens, step).split(wanted_of)
+    except BaseException:
+        for sequence in sequences:
+            sequence.torn = sequence.state >= 0
+        raise
+    for chunk, wanted, part in zip(window, wanted_of, rows, strict=True):
+        session = sessions[chunk.index]
+        session.tokens += ids[chunk.index][chunk.start : chunk.stop]
+        session.pending, session.logits = [], None
+        session.sequence.trim(session.n_past)
+        if wanted:
+            kept[chunk.index].append(part)
+
+
+def _step(
+    pool, sequences: list["CacheSequence"], row_seq: list[int], row_pos: list[int], logit_rows: list[int]
+) -> Step:
+    def tensor(values, dtype=torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=pool.device)
+
+    def page_table(group: int) -> PageTable:
+        tables, rows = [sequence.tables[group] for sequence in sequences], pool.page_rows
+        width = max(map(len, tables))
+        return PageTable(
+            slots=tensor([tables[s][p // rows] * rows + p % rows for s, p in zip(row_seq, row_pos, strict=True)]),
+            block_table=tensor([table + [-1] * (width - len(table)) for table in tables], torch.int32),
+        )
+
+    positions = tensor(row_pos, torch.int32)
+    return Step(
         positions=positions.to(torch.int64),
-        row_seq=torch.tensor(row_seq, dtype=torch.int32, device=device),
+        row_seq=tensor(row_seq, torch.int32),
         row_pos=positions,
         row_end=positions + 1,
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32, device=device),
+        n_seqs=len(sequences),
         cache=pool,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        tables=tuple(map(page_table, range(len(pool.groups)))),
+        state_slots=tensor([sequences[s].state for s in row_seq]) if pool.states else None,
+        logit_rows=tensor(logit_rows),
     )
-    input_ids = torch.tensor([tokens], dtype=torch.int64, device=device)
-    if not logit_rows:  # the cache is all that is wanted
-        model.model(model.model.embed_tokens(input_ids), step)
-        return
-    out = model(input_ids, step=step).logits[0].float().cpu()  # [rows, V]
-    for (index, wanted), rows in zip(owners, out.split([wanted for _, wanted in owners]), strict=True):
-        if wanted:
-            kept[index].append(rows)
+
+
+def _forward(model: "CausalLM", tokens: list[int], step: Step) -> Tensor:
+    """Logits f32 [rows, V] of the rows that are wanted."""
+    input_ids = torch.tensor([tokens], dtype=torch.int64, device=step.positions.device)
+    if not len(step.logit_rows):  # the cache is all that is wanted
+        hidden = model.model(model.model.embed_tokens(input_ids), step)
+        return hidden.new_empty(0, model.config.n_vocab)
+    return model(input_ids, step=step).logits[0].float().cpu()

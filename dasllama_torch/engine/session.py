@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import runner
 from dasllama_torch.errors import DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -44,19 +45,20 @@ class Stats:
 
 
 class Session:
-    """One stream over a model: its tokens, its pages in a pool, its random generator.
+    """One stream over a model: its tokens, what it holds in a pool, its random generator.
 
     tokens: the ids evaluated; n_past: how many. logits: f32 [V] after the last of them, None before any.
     pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
-    n_ctx: the most it may hold; more raises ContextFull. stats: of the last `generate`. Pages go back to the pool with
-    `close`, at the end of a `with` block, or when the session is collected. Not thread-safe.
+    n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last `generate`.
+    sequence: its pages and states, which go back to the pool with `close`, at the end of a `with` block, or when the
+    session is collected. Not thread-safe.
     """
 
-    def __init__(self, model: CausalLM, pool: KVPool, n_ctx: int):
+    def __init__(self, model: CausalLM, pool: KVPool, n_ctx: int, rewind: int = 0):
         self.model, self.pool, self.n_ctx = model, pool, n_ctx
+        self.sequence = CacheSequence(pool, rewind)
         self.tokens: list[int] = []
         self.pending: list[int] = []
-        self.pages: list[int] = []
         self.logits: Tensor | None = None
         self.stats = Stats()
         self._generator = torch.Generator().manual_seed(DEFAULT_SEED)
@@ -73,6 +75,27 @@ class Session:
         head. Raises ContextFull or OutOfPages, leaving the session as it was.
         """
         return eval_batch([self], [ids], logits)[0]
+
+    def checkpoint(self) -> None:
+        """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
+        the pages that windows see from here. Raises OutOfPages."""
+        self._check_open()
+        self.sequence.checkpoint(self.n_past)
+
+    def truncate(self, n: int) -> None:
+        """Forget all tokens but the first n, and checkpoints after them.
+
+        Layers that see all keys go back anywhere, windowed ones at least `rewind` tokens or to a checkpoint, recurrent
+        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach.
+        """
+        self._check_open()
+        if not 0 <= n <= self.n_past:
+            raise ValueError(f"n is {n}, wanted 0 to {self.n_past}, the tokens of the session")
+        self.sequence.truncate(n, self.n_past)
+        if n < self.n_past:
+            self.logits = None
+        del self.tokens[n:]
+        self.pending = []
 
     def set_seed(self, seed: int) -> None:
         """Start the session's random numbers anew."""
@@ -134,11 +157,14 @@ class Session:
             yield None, tail
 
     def close(self) -> None:
-        """Give the pages back. A closed session cannot be used again."""
+        """Give pages and states back. A closed session cannot be used again."""
         if not self._closed:
             self._closed = True
-            self.pool.pages.give_back(self.pages)
-            self.pages = []
+            self.sequence.free()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DasllamaError("the session is closed")
 
     def __enter__(self) -> "Session":
         return self
@@ -159,6 +185,5 @@ def eval_batch(
     the session would have had alone.
     """
     for session in sessions:
-        if session._closed:
-            raise DasllamaError("the session is closed")
+        session._check_open()
     return runner.run(sessions, ids, logits)

@@ -28,9 +28,10 @@ class PagedAttention(Module):
                 self.scale, self.window, 0.0, None,
             )  # fmt: skip
         cache = step.cache[self.layer]
-        kv_write(k, v, cache.k, cache.v, step.slots)
+        table = step.tables[cache.group]
+        kv_write(k, v, cache.k, cache.v, table.slots)
         return paged_attention(
-            q, cache.k, cache.v, step.block_table, step.row_seq, step.row_pos, step.row_end,
+            q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, step.row_end,
             self.scale, self.window, 0.0, None,
         )  # fmt: skip
 
