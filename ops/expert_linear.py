@@ -1,4 +1,4 @@
-"""One product per row with the matrix that an id names: the experts of a mixture (Shazeer et al. 2017, arXiv:1701.06538).
+"""A product per row with the matrix that an id names: experts of a mixture (Shazeer et al. 2017, arXiv:1701.06538).
 
 Every output row is, bit for bit, what `quant_linear` gives for that row of x and the matrix of its expert, however many
 rows an expert has in a call: kernels may group rows by expert or take them one by one.

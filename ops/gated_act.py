@@ -7,16 +7,15 @@ from torch import Tensor
 
 from dasllama_torch.ops.registry import define, register_backward
 
-SILU, GELU_TANH, SWIGLU_OAI, LOGISTIC = 0, 1, 2, 3
+SILU, GELU_TANH, SIGMOID, SWIGLU_OAI = 0, 1, 2, 3
 _SLOPE, _LIMIT = 1.702, 7.0  # of gpt-oss' SwiGLU
 
 
 def _check(act: int) -> None:
     torch._check(
-        SILU <= act <= LOGISTIC,
+        SILU <= act <= SWIGLU_OAI,
         lambda: (
-            "dasllama::gated_act: act must be 0 (SiLU), 1 (tanh-GELU), 2 (clamped SwiGLU) or 3 (logistic), "
-            f"found {act}"
+            f"dasllama::gated_act: act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found {act}"
         ),
     )
 
@@ -25,8 +24,9 @@ def _check(act: int) -> None:
 def gated_act(gate: Tensor, up: Tensor, act: int) -> Tensor:
     """act(gate) * up, both [...] of one shape -> the same shape in gate.dtype, contiguous.
 
-    act: 0 SiLU; 1 tanh-GELU, computed exactly as transformers' `gelu_pytorch_tanh` defines it (no table); 2 gpt-oss'
-    SwiGLU: x * sigmoid(1.702 x) of x = min(gate, 7), times up clamped to [-7, 7], plus 1; 3 the logistic function.
+    act: 0 SiLU; 1 tanh-GELU, computed exactly as transformers' `gelu_pytorch_tanh` defines it (no table); 2 the
+    logistic function alone; 3 gpt-oss' SwiGLU: x * sigmoid(1.702 x) with x = min(gate, 7), times 1 + up, which is
+    clamped to [-7, 7] first.
     """
     _check(act)
     g, u = gate.float(), up.float()
@@ -59,8 +59,8 @@ def gated_act_backward(grad: Tensor, gate: Tensor, up: Tensor, act: int) -> tupl
     else:
         z, dz = x, 1.0
     logistic = torch.sigmoid(z)
-    y = logistic if act == LOGISTIC else x * logistic
-    slope = (0.0 if act == LOGISTIC else logistic) + y * (1 - logistic) * dz
+    y = logistic if act == SIGMOID else x * logistic
+    slope = (0.0 if act == SIGMOID else logistic) + y * (1 - logistic) * dz
     return (g * u * slope * inside).to(gate.dtype).contiguous(), (g * y * up_inside).to(up.dtype).contiguous()
 
 

@@ -60,15 +60,15 @@ def moe_router(
     The gradient is that of the weights; the choice has none.
     """
     _check(logits, bias, top_k, gate)
-    l = logits.float()
-    score = l.sigmoid() if gate == SIGMOID else l
+    values = logits.float()
+    score = values.sigmoid() if gate == SIGMOID else values
     choice = score if bias is None else score + bias
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     chosen = score.gather(-1, ids)
     if gate == SIGMOID:
         weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) if renormalize else chosen
     else:
-        weights = (chosen if renormalize else l).softmax(-1)
+        weights = (chosen if renormalize else values).softmax(-1)
         weights = weights if renormalize else weights.gather(-1, ids)
     return weights * scale, ids.contiguous()
 
@@ -82,12 +82,12 @@ def moe_router_backward(
     grad: Tensor, logits: Tensor, ids: Tensor, gate: int, renormalize: bool, scale: float
 ) -> Tensor:
     """Gradient of `moe_router`'s weights with respect to logits [..., E]; grad [..., k], ids int64 [..., k]."""
-    l, g = logits.float(), grad.float() * scale
+    values, g = logits.float(), grad.float() * scale
     if gate == SOFTMAX and not renormalize:
-        p = l.softmax(-1)
+        p = values.softmax(-1)
         u = p.gather(-1, ids)
         return (-p * (g * u).sum(-1, keepdim=True)).scatter_add(-1, ids, g * u).to(logits.dtype)
-    chosen = l.gather(-1, ids)
+    chosen = values.gather(-1, ids)
     if gate == SOFTMAX:
         u = chosen.softmax(-1)
         d = u * (g - (g * u).sum(-1, keepdim=True))
@@ -97,7 +97,7 @@ def moe_router_backward(
             total = s.sum(-1, keepdim=True) + _TINY
             g = (g - (g * s / total).sum(-1, keepdim=True)) / total
         d = g * s * (1 - s)
-    return torch.zeros_like(l).scatter(-1, ids, d).to(logits.dtype)
+    return torch.zeros_like(values).scatter(-1, ids, d).to(logits.dtype)
 
 
 def _setup(ctx, inputs, output):

@@ -11,6 +11,8 @@ TINY = {
     "qwen2": 1,
     "qwen2_yarn": 1,
     "qwen3": 1,
+    "qwen2moe": 1,
+    "qwen3moe": 1,
     "smollm3": 1,
     "gemma3": 1,
 }

@@ -13,7 +13,9 @@ FAMILIES = {
     "gemma3": ("gemma3", "Gemma3"),
     "llama": ("llama", "Llama"),
     "qwen2": ("qwen2", "Qwen2"),
+    "qwen2moe": ("qwen2", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
+    "qwen3moe": ("qwen3", "Qwen3"),
     "smollm3": ("smollm3", "SmolLM3"),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -14,6 +14,7 @@ from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
 from dasllama_torch.modules.linear import Linear
+from dasllama_torch.modules.moe import SparseMoeBlock
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.step import Step
@@ -28,7 +29,8 @@ class Qwen3Config(DecoderConfig):
         g = read_geometry(md, w)
         md.arch.expect("attention.sliding_window", 0)
         rope = read_rope(md, g.head_dim)
-        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
+        moe = read_moe(md, renormalize=True)
+        return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
 
 class Qwen3Attention(nn.Module):
@@ -58,7 +60,8 @@ class Qwen3DecoderLayer(nn.Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Qwen3Attention(cfg, w, layer)
-        self.mlp = GatedMLP(w, cfg.n_embd, cfg.layers[layer].ffn_width, "silu")
+        spec, C = cfg.layers[layer], cfg.n_embd
+        self.mlp = SparseMoeBlock(w, C, spec.moe) if spec.moe else GatedMLP(w, C, spec.ffn_width, "silu")
         self.input_layernorm = RMSNorm(w, "attn_norm", cfg.n_embd, cfg.norm_eps)
         self.post_attention_layernorm = RMSNorm(w, "ffn_norm", cfg.n_embd, cfg.norm_eps)
 

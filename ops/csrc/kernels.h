@@ -90,7 +90,7 @@ struct Kernels {
   void (*rope)(const float* x, int64_t row_stride, int64_t head_stride, const float* cosines, const float* sines,
                int64_t heads, int64_t dim, int64_t half, float* y, int64_t begin, int64_t end);
 
-  // act 0 SiLU, 1 tanh-GELU, 2 gpt-oss' clamped SwiGLU, 3 logistic; rows [begin, end) of C elements, or for the gradient elements [begin, end).
+  // act 0 SiLU, 1 tanh-GELU, 2 sigmoid, 3 clamped SwiGLU; rows [begin, end) of C elements, or for the gradient elements [begin, end).
   void (*gated_act)(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act, int64_t C,
                     float* y, int64_t begin, int64_t end);
   void (*gated_act_backward)(const float* grad, const float* gate, const float* up, int64_t act, float* dgate,

@@ -1,6 +1,6 @@
 // y = act(gate) * up and its gradient, with S the logistic function. act 0 is SiLU, x * S(x); act 1 is tanh-GELU,
 // x * S(2 u(x)), u(x) = sqrt(2 / pi) * (x + 0.044715 x^3), which equals 0.5 x (1 + tanh u) and does not cancel; act 2 is
-// gpt-oss' SwiGLU, c * S(1.702 c) with c = min(x, 7), whose `up` is clamped to [-7, 7], plus 1; act 3 is S(x) itself.
+// S(x) alone; act 3 is gpt-oss' SwiGLU, c * S(1.702 c) with c = min(x, 7), which multiplies 1 + up, up clamped to [-7, 7].
 
 constexpr float kSwigluSlope = 1.702f, kSwigluLimit = 7.0f;
 
@@ -18,7 +18,7 @@ DASLLAMA_INLINE f32x16 activation(f32x16 x, f32x16* slope) {
     z = b * two_k * (one + square * cubic);
     dz = (one + square * (3 * cubic)) * two_k;
   }
-  if constexpr (Act == 2) {
+  if constexpr (Act == 3) {
     const auto over = less(limit, x);
     x = select(over, limit, x);
     inside = select(over, f32x16{}, one);
@@ -26,9 +26,9 @@ DASLLAMA_INLINE f32x16 activation(f32x16 x, f32x16* slope) {
     dz = splat16(kSwigluSlope);
   }
   const f32x16 logistic = one / (one + vexp(f32x16{} - z));
-  const f32x16 y = Act == 3 ? logistic : x * logistic;
-  if (slope) *slope = (Act == 3 ? f32x16{} : logistic) + y * (one - logistic) * dz;
-  if (slope && Act == 2) *slope = *slope * inside;
+  const f32x16 y = Act == 2 ? logistic : x * logistic;
+  if (slope) *slope = (Act == 2 ? f32x16{} : logistic) + y * (one - logistic) * dz;
+  if (slope && Act == 3) *slope = *slope * inside;
   return y;
 }
 
@@ -37,7 +37,7 @@ template <int Act>
 DASLLAMA_INLINE f32x16 factor(f32x16 up, f32x16* slope) {
   const f32x16 one = splat16(1.0f);
   if (slope) *slope = one;
-  if constexpr (Act == 2) {
+  if constexpr (Act == 3) {
     const f32x16 most = splat16(kSwigluLimit), least = splat16(-kSwigluLimit);
     const auto over = less(most, up), under = less(up, least);
     if (slope) *slope = select(over, f32x16{}, select(under, f32x16{}, one));
