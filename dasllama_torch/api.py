@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.arch import family
-from dasllama_torch.cache.memory import physical_memory
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
@@ -18,6 +17,7 @@ from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, Unsupporte
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
+from dasllama_torch.memory import has_huge_pages, physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
@@ -25,18 +25,31 @@ from dasllama_torch.text.tokenizer import Tokenizer
 
 MODES = ("native", "fp32", "q8", "q4_0")
 DEFAULT_N_CTX = 4096
+QUICK_BYTES = 1 << 29  # read without a progress bar: less than a second from a disk of 0.5 GB/s
 
 # Sessions of one model and KV type share a pool, so that they can stand in one batch.
 _pools: weakref.WeakKeyDictionary[CausalLM, dict[str, KVPool]] = weakref.WeakKeyDictionary()
 
 
-def load_model(path: str | os.PathLike, mode: str = "native", device="cpu", *, strict: bool = True) -> CausalLM:
+def load_model(
+    path: str | os.PathLike,
+    mode: str = "native",
+    device="cpu",
+    *,
+    strict: bool = True,
+    mmap: bool | None = None,
+    progress: bool = True,
+) -> CausalLM:
     """Read a GGUF file (or any member of a shard set) into a module graph whose weights stay packed.
 
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
-    device: "cpu", the only one that has kernels so far; the weights stay views of the mapped file.
+    device: "cpu", the only one that has kernels so far.
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
+    mmap: True leaves the weights in the mapped file: no time to load, shared between processes. False reads them into
+    memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
+    default, reads where there are huge pages and the file is at most half of the machine's memory.
+    progress: show a bar on standard error for a file of more than half a gigabyte.
     Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
     TokenizerError for a vocabulary of an unknown kind.
     """
@@ -45,11 +58,31 @@ def load_model(path: str | os.PathLike, mode: str = "native", device="cpu", *, s
     if torch.device(device).type != "cpu":
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
     file = GGUFFile(path)
+    requantized = mode in ("q8", "q4_0")  # these read each tensor once
+    if mmap is False or (mmap is None and not requantized and _fits(file)):
+        _read_tensors(file, progress)
     source: TensorSource = GGUFSource(file)
-    if mode in ("q8", "q4_0"):
+    if requantized:
         source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
     source.native = mode != "fp32"
     return build_model(file.metadata, source, strict=strict)
+
+
+def _fits(file: GGUFFile) -> bool:
+    return has_huge_pages() and file.nbytes <= physical_memory() // 2
+
+
+def _read_tensors(file: GGUFFile, progress: bool) -> None:
+    if not progress or file.nbytes < QUICK_BYTES:
+        file.read_tensors()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = [TextColumn(f"reading {file.path.name}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=file.nbytes)
+        file.read_tensors(lambda nbytes: bars.advance(task, nbytes))
 
 
 def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True) -> CausalLM:

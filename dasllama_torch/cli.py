@@ -176,7 +176,7 @@ def run(
         raise typer.BadParameter(str(e)) from e
     path = _resolve(model)
     with _status(f"loading {path.name}"):
-        loaded = dl.load_model(path, mode=mode.value)
+        loaded = dl.load_model(path, mode=mode.value, progress=False)  # the status line shows it
     ids = loaded.encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty, and this model starts with no token of its own")

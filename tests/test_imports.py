@@ -25,7 +25,8 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 # Leaves may be imported by every part but ops, and import only what stands here. Backends import only ops.
 LEAVES = {
     "errors": set(),
-    "gguf": {"errors", "ops.ggml_types"},
+    "memory": {"errors"},
+    "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},

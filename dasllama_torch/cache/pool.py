@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dasllama_torch.cache.memory import reserve
 from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.errors import OutOfPages
+from dasllama_torch.memory import reserve
 
 KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
@@ -95,7 +95,7 @@ class KVPool:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         n = torch.Size(shape).numel()
-        return reserve(n * dtype.itemsize).view(dtype).view(shape)
+        return torch.frombuffer(reserve(n * dtype.itemsize), dtype=dtype).view(shape)  # keeps the mapping alive
 
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]

@@ -1,4 +1,5 @@
-"""Reader of GGUF files, version 2 and 3, little-endian: memory-mapped, bounds-checked, no copy of any tensor.
+"""Reader of GGUF files, version 2 and 3, little-endian: memory-mapped, bounds-checked, no copy of any tensor unless
+`read_tensors` asks for one.
 
     file = GGUFFile("model.gguf")                    # or any shard of a set
     file.metadata.arch.int("block_count")
@@ -12,7 +13,8 @@ wanted. Source of the layout: the GGUF specification (ggml/docs/gguf.md).
 import mmap
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from dasllama_torch.errors import GGUFError
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.shards import check_shards, shard_paths
 from dasllama_torch.gguf.values import Cursor, quote
+from dasllama_torch.memory import huge_pages
 from dasllama_torch.ops.ggml_types import GGML_TYPES
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_ALIGNMENT = 1 << 20  # bytes; files in use have 32, some 64 or 4096
 DEFAULT_ALIGNMENT = 32
+READ_BYTES = 8 << 20  # at a time
 MIN_KEY_BYTES = 8 + 1 + 4 + 1  # name length, name, type, the shortest value
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # name length, name, number of dimensions, type, offset
 
@@ -38,7 +42,7 @@ class GGUFTensor:
 
     shape: PyTorch's order, slowest first (the reverse of the file's). qtype: ggml's type number, a key of
     `GGML_TYPES`. data: uint8 [*shape[:-1], row_bytes], a view of the mapped file. offset: of the first byte, from the
-    start of the file.
+    start of the file at path.
     """
 
     name: str
@@ -46,6 +50,7 @@ class GGUFTensor:
     qtype: int
     data: np.ndarray
     offset: int
+    path: Path
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +94,18 @@ class GGUFFile:
                 if tensor.name in self.tensors:
                     raise GGUFError(f"{part.path}: tensor {quote(tensor.name)} appears twice in the model, wanted once")
                 self.tensors[tensor.name] = tensor
+
+    def read_tensors(self, done: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Read the data of all tensors into memory, in huge pages where there are any, instead of mapping it.
+
+        Mapped data costs no time to load and is shared between processes, but lies in small pages, which are slow to
+        read for who reads all of it for every token. Tensors that were taken out before stay mapped. done: called with
+        the bytes read since the last call. Raises GGUFError if the files are no longer what they were.
+        """
+        for path in self.paths:
+            held = {name: tensor for name, tensor in self.tensors.items() if tensor.path == path}
+            if held:
+                self.tensors.update(_read_tensors(path, held, done))
 
     def __repr__(self) -> str:
         return f"GGUFFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
@@ -134,6 +151,32 @@ def _map(path: Path) -> np.ndarray:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     except (OSError, ValueError) as e:  # ValueError: an empty file
         raise GGUFError(f"{path}: cannot be opened: {e}") from e
+
+
+def _read_tensors(
+    path: Path, tensors: Mapping[str, GGUFTensor], done: Callable[[int], object]
+) -> dict[str, GGUFTensor]:
+    """The tensors of one file with their data in memory. Offsets keep their places within a page."""
+    begin = min(tensor.offset for tensor in tensors.values()) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
+    try:
+        memory = huge_pages(end - begin)
+        with path.open("rb", buffering=0) as file, memoryview(memory) as view:
+            file.seek(begin)
+            at = 0
+            while at < len(view):
+                n = file.readinto(view[at : at + READ_BYTES])
+                if not n:
+                    raise GGUFError(f"{path}: truncated while it was read: {begin + at} bytes, wanted {end}")
+                at += n
+                done(n)
+    except (OSError, ValueError) as e:
+        raise GGUFError(f"{path}: cannot be read: {e}") from e
+    buffer = np.frombuffer(memory, np.uint8)
+    return {
+        name: replace(tensor, data=buffer[tensor.offset - begin :][: tensor.nbytes].reshape(tensor.data.shape))
+        for name, tensor in tensors.items()
+    }
 
 
 def _version(cursor: Cursor) -> int:
@@ -195,7 +238,7 @@ def _place(
             f" from byte {begin}, found {max(0, size - begin)} to the end of the file"
         )
     data = buffer[begin : begin + nbytes].reshape(*shape[:-1], row_bytes)
-    return GGUFTensor(name, shape, qtype, data, begin)
+    return GGUFTensor(name, shape, qtype, data, begin, path)
 
 
 def _check_overlaps(path: Path, tensors: list[GGUFTensor]) -> None:

@@ -134,7 +134,7 @@ class TensorSource(ABC):
 
 
 class GGUFSource(TensorSource):
-    """The tensors of a GGUF file, as views of the mapped file."""
+    """The tensors of a GGUF file, as views of where it holds them."""
 
     def __init__(self, file: GGUFFile):
         super().__init__(str(file.path))

@@ -14,7 +14,7 @@ from dasllama_torch.ops.quant_linear import quant_linear
 class Packed(Module):
     """A matrix [N, K] in a ggml type, or a stack of them [E, N, K].
 
-    qweight: uint8 [..., N, row_bytes], a view of the mapped file where possible. qtype: ggml type id. gguf_name: its
+    qweight: uint8 [..., N, row_bytes], a view of the source's data where possible. qtype: ggml type id. gguf_name: its
     name there.
     """
 

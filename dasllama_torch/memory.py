@@ -1,0 +1,63 @@
+"""Memory from the operating system: reserved address space, huge pages, and how much there is."""
+
+import mmap
+import os
+import sys
+from pathlib import Path
+
+from dasllama_torch.errors import OutOfPages
+
+
+def reserve(nbytes: int) -> mmap.mmap:
+    """nbytes of address space, all zeros, that costs memory only page by page as it is written.
+
+    Because nothing is committed up front, a pool is one tensor that never moves, however far it grows.
+    Raises OutOfPages if the operating system refuses so much address space.
+    """
+    if sys.platform == "win32":  # committed lazily too, but counted against the commit limit
+        return mmap.mmap(-1, nbytes)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except (OSError, OverflowError) as error:
+        raise OutOfPages(f"no address space for a cache of {nbytes} bytes: {error}") from None
+
+
+def huge_pages(nbytes: int) -> mmap.mmap:
+    """Private zeroed memory, in huge pages as far as the system gives any (`has_huge_pages`).
+
+    For weights that are read from end to end for every token: with pages of 4 KiB the processor spends more time on
+    looking up their addresses than on their data, above all in a virtual machine, where it walks two tables.
+    """
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if has_huge_pages():
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def has_huge_pages() -> bool:
+    """Whether the system gives huge pages to who asks (Linux, transparent_hugepage "always" or "madvise")."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text("ascii")
+    except OSError:
+        return False
+    return "[never]" not in setting
+
+
+def physical_memory() -> int:
+    """Bytes of main memory of this machine."""
+    if sys.platform == "win32":
+        import ctypes
+
+        class Status(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ulong), ("load", ctypes.c_ulong), ("total", ctypes.c_ulonglong)]
+            _fields_ += [(f"rest{i}", ctypes.c_ulonglong) for i in range(6)]
+
+        status = Status(ctypes.sizeof(Status))
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+        return status.total
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,97 @@
+"""Weights read into memory: the same bytes as mapped ones, in huge pages, once."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dasllama_torch as dl
+from dasllama_torch import memory
+from dasllama_torch.errors import GGUFError
+from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.writer import write_gguf, write_shards
+from dasllama_torch.ops.ggml_types import F32
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+@pytest.fixture
+def tensors():
+    rng = np.random.default_rng(1)
+    return {f"t{i}": (rng.standard_normal((3 + i, 32), np.float32), F32) for i in range(5)}
+
+
+def held(path, tensors):
+    file = GGUFFile(path)
+    seen = []
+    file.read_tensors(seen.append)
+    for name, (values, _) in tensors.items():
+        np.testing.assert_array_equal(file.tensors[name].data.view(np.float32), values)
+        assert file.tensors[name].data.ctypes.data % 32 == 0
+    return sum(seen)
+
+
+def test_tensors_are_read_from_every_file(tmp_path, tensors):
+    write_gguf(tmp_path / "one.gguf", "llama", {}, tensors)
+    nbytes = held(tmp_path / "one.gguf", tensors)
+    assert 0 <= nbytes - sum(values.nbytes for values, _ in tensors.values()) < 4096 + 32 * 5
+    shards = write_shards(tmp_path / "many", "llama", {}, tensors, 3)
+    held(shards[1], tensors)
+
+
+def test_a_file_cut_after_it_was_parsed(tmp_path, tensors):
+    path = tmp_path / "one.gguf"
+    write_gguf(path, "llama", {}, tensors)
+    file = GGUFFile(path)
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(GGUFError, match="one.gguf: truncated while it was read"):
+        file.read_tensors()
+    path.unlink()
+    with pytest.raises(GGUFError, match="one.gguf: cannot be read: .*No such file"):
+        file.read_tensors()
+
+
+@linux
+def test_huge_pages():
+    if not memory.has_huge_pages():
+        pytest.skip("this system gives no huge pages")
+    block = memory.huge_pages(8 << 20)
+    np.frombuffer(block, np.uint8)[:] = 1
+    address = np.frombuffer(block, np.uint8).ctypes.data
+    smaps = Path("/proc/self/smaps").read_text()
+    sizes = [
+        int(re.search(r"AnonHugePages: +(\d+) kB", entry)[1])
+        for entry in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
+        if int(entry.split("-")[0], 16) <= address < int(entry.split("-")[1].split()[0], 16)
+    ]
+    assert len(sizes) == 1
+    assert sizes[0] >= 4 << 10
+
+
+@linux
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_where_weights_lie(oracle, mmap):
+    path = oracle / "tiny" / "llama.gguf"
+    model = dl.load_model(path, mmap=mmap)
+    assert (path.name in mapped_files()) == (not memory.has_huge_pages() if mmap is None else mmap)
+    ids = torch.arange(1, 40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, dl.load_model(path, mmap=not mmap)(ids).logits)
+
+
+@linux
+def test_what_is_too_large_for_memory_stays_mapped(oracle, monkeypatch):
+    path = oracle / "tiny" / "llama.gguf"
+    monkeypatch.setattr("dasllama_torch.api.has_huge_pages", lambda: True)
+    monkeypatch.setattr("dasllama_torch.api.physical_memory", lambda: 2 * path.stat().st_size - 2)
+    model = dl.load_model(path)
+    assert path.name in mapped_files()
+    assert model.config.n_embd == 64
