@@ -136,7 +136,7 @@ def _pool(model: CausalLM, kv_dtype: str, n_ctx: int) -> KVPool:
     pools = _pools.setdefault(model, {})
     if kv_dtype not in pools:
         layers = [layer.cache for layer in model.config.layers]
-        device = model.model.embed_tokens.qweight.device
+        device = model.get_input_embeddings().qweight.device
         pools[kv_dtype] = KVPool(layers, kv_dtype, physical_memory(), device)
     pool = pools[kv_dtype]
     wanted = CacheSequence(pool).bytes_for(n_ctx, n_ctx)

@@ -7,7 +7,7 @@ anew.
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,12 +32,28 @@ class Yarn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a sequence that may hold more than `original_context` tokens has
+    its frequencies divided by `factors`, dim/2 of them, in place of the spec's `freq_factors`.
+
+    transformers goes by the tokens in hand and drops its cache where they cross the original context. Here a session
+    goes by its n_ctx, for all of its tokens: results do not depend on how they are cut into steps. A forward without a
+    cache goes by the tokens in hand.
+    """
+
+    factors: tuple[float, ...]
+    original_context: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
     """One table of rotary angles (Su et al. 2021, arXiv:2104.09864), half-split: dims i and i + dim/2 turn together.
 
     dim: rotated dims of a head. theta: base. linear_factor: positions are divided by it. yarn: see `Yarn`.
     freq_factors: divisors of the frequencies, dim/2 of them (llama3 scaling, tensor `rope_freqs`).
-    attention_factor: cos and sin are multiplied by it, so attention scores by its square.
+    long: see `LongRope`. attention_factor: cos and sin are multiplied by it, so attention scores by its square.
+    axes: which of a row's several positions turns each of the dim/2 frequencies (M-RoPE, Wang et al. 2024,
+    arXiv:2409.12191); None: rows have one position.
     """
 
     dim: int
@@ -45,7 +61,9 @@ class RopeSpec:
     linear_factor: float = 1.0
     yarn: Yarn | None = None
     freq_factors: tuple[float, ...] | None = None
+    long: LongRope | None = None
     attention_factor: float = 1.0
+    axes: tuple[int, ...] | None = None
 
     def inv_freq(self) -> Tensor:
         """Radians per position, f32 [dim/2], with the roundings of transformers' `modeling_rope_utils`."""
@@ -56,6 +74,10 @@ class RopeSpec:
         if self.freq_factors is not None:
             inv_freq = inv_freq / torch.tensor(self.freq_factors, dtype=torch.float32)
         return inv_freq / self.linear_factor
+
+    def long_inv_freq(self) -> Tensor:
+        """The frequencies of sequences that may outgrow the original context, f32 [dim/2]."""
+        return replace(self, freq_factors=self.long.factors).inv_freq()
 
     def _yarn_inv_freq(self, pos_freqs: Tensor) -> Tensor:
         def dim_of(rotations: float) -> float:
@@ -110,6 +132,7 @@ class MoESpec:
 class LayerSpec:
     """One decoder layer. window: keys seen, self included; 0 means all. rope None: no positional encoding.
 
+    kv_source: an earlier layer whose keys and values this one reads, having none of its own.
     delta: a recurrent layer, which has no attention; the heads are then those of the others.
     moe: experts in place of one FFN of ffn_width.
     """
@@ -120,12 +143,15 @@ class LayerSpec:
     ffn_width: int
     rope: RopeSpec | None
     window: int = 0
+    kv_source: int | None = None
     delta: DeltaSpec | None = None
     moe: MoESpec | None = None
 
     @property
-    def cache(self) -> "CacheSpec | StateSpec":
+    def cache(self) -> "CacheSpec | StateSpec | None":
         """What this layer keeps of a sequence."""
+        if self.kv_source is not None:
+            return None
         if (d := self.delta) is not None:
             return StateSpec(
                 conv_taps=d.conv_taps, conv_channels=d.conv_channels, n_heads=d.n_v_heads, k_dim=d.k_dim, v_dim=d.v_dim
@@ -217,9 +243,9 @@ class Geometry:
     norm_eps: float
 
     def layer(self, i: int, **more) -> LayerSpec:
-        """The spec of layer i; more: `rope`, `window`, `moe`, `delta`."""
-        heads, kv_heads, width = self.n_heads[i], self.n_kv_heads[i], self.ffn_width[i]
-        return LayerSpec(n_heads=heads, n_kv_heads=kv_heads, head_dim=self.head_dim, ffn_width=width, **more)
+        """The spec of layer i; more: `rope`, and what else differs by layer."""
+        shared = dict(n_heads=self.n_heads[i], n_kv_heads=self.n_kv_heads[i], ffn_width=self.ffn_width[i])
+        return LayerSpec(**{**shared, "head_dim": self.head_dim, **more})
 
 
 def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
@@ -255,6 +281,14 @@ def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
     )
 
 
+def read_rotary_dim(md: Metadata, head_dim: int) -> int:
+    """Dims of a head that are rotated, for families that leave some as they are; all if no key tells."""
+    dim = md.arch.int("rope.dimension_count", head_dim, min=2, max=head_dim)
+    if dim % 2:
+        raise UnsupportedModel(f"{md.origin}: {dim} dims of a head are rotated, wanted an even number for pairs")
+    return dim
+
+
 def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = None) -> RopeSpec:
     """Read the `rope.*` keys of md's architecture: plain, linear or YaRN scaling; others are refused by name.
 
@@ -287,8 +321,24 @@ def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = N
         beta_fast=a.float("rope.scaling.yarn_beta_fast", 32.0, positive=True),
         beta_slow=a.float("rope.scaling.yarn_beta_slow", 1.0, positive=True),
     )
-    magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    # mscale and mscale_all_dim of DeepSeek's code; the former is 1 in all files, and the latter 0 where there is none.
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    magnitude = (growth + 1.0) / (growth * a.float("rope.scaling.yarn_log_multiplier", 0.0, min=0.0) + 1.0)
     return RopeSpec(dim=dim, theta=theta, yarn=yarn, attention_factor=given_factor * magnitude)
+
+
+def read_axes(md: Metadata, dim: int, interleaved: bool) -> tuple[int, ...]:
+    """`RopeSpec.axes` of M-RoPE from `rope.dimension_sections`: how many of the dim/2 frequencies turn with time,
+    height and width. interleaved: the axes take turns, and time has what remains; otherwise each has a run.
+    """
+    sections = md.arch.ints("rope.dimension_sections", length=4, min=0, max=dim)
+    if sum(sections) != dim // 2 or sections[3]:
+        raise UnsupportedModel(
+            f"{md.origin}: rope.dimension_sections are {sections}, wanted three that add up to {dim // 2}, and 0"
+        )
+    if not interleaved:
+        return tuple(axis for axis, n in enumerate(sections) for _ in range(n))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(dim // 2))
 
 
 _GATES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama.cpp's numbers; 3 is the softmax of the chosen logits

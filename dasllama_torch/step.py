@@ -7,17 +7,15 @@ inert: it writes nothing, is attended by nothing and yields zeros; it stands for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dasllama_torch.ops.rope_tables import rope_tables
-
 if TYPE_CHECKING:
     from dasllama_torch.cache.pool import KVPool
-    from dasllama_torch.config import RopeSpec
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,8 @@ class PageTable:
 class Step:
     """T rows of S sequences; rows of one sequence stand in the order of their positions.
 
-    positions: int64 [T], what rotary tables are computed from.
+    positions: int64 [T], what rotary tables are computed from; or [T, A] for M-RoPE: time, height, width. Text has the
+    same position on all axes, so [T] serves it.
     row_seq: int32 [T], sequence of each row (a row of each `block_table` if there is a cache), -1 for an inert row.
     row_pos: int32 [T], index of the row's key in its sequence.
     row_end: int32 [T], number of keys that the row may see: row_pos + 1 if causal, the span's end in a non-causal span.
@@ -46,6 +45,9 @@ class Step:
     state_slots: int64 [T], slot of the recurrent state of each row's sequence, -1 for an inert row. None without a
     cache of recurrent layers.
     logit_rows: int64 [n], rows whose logits are wanted; None: all.
+    row_context: int64 [T], tokens that the row's sequence may come to hold: a session's n_ctx, or without a cache the
+    tokens in hand. LongRoPE chooses its frequencies by it, so that they are the same for all tokens of a session.
+    input_ids: int64, ids of the rows in the shape [B, T] of the forward; None where embeddings came in their place.
     """
 
     positions: Tensor
@@ -57,34 +59,38 @@ class Step:
     tables: tuple[PageTable, ...] = ()
     state_slots: Tensor | None = None
     logit_rows: Tensor | None = None
-    _tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    row_context: Tensor | None = None
+    input_ids: Tensor | None = None
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # without a cache: of layers that others read
+    _once: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def padded(batch: int, length: int, attention_mask: Tensor | None, position_ids: Tensor | None, device) -> Step:
         """The step of an HF-style batch without a cache: input [batch, length], left or right padding.
 
         attention_mask: [batch, length], 0 marks padding; None: no padding.
-        position_ids: [batch, length] or [1, length] rotary positions; None: 0 ... length-1 whatever the padding, as in
-        HF.
+        position_ids: [batch, length] or [1, length] rotary positions, or [A, batch, length] for M-RoPE; None:
+        0 ... length-1 whatever the padding, as in HF.
         """
         index = torch.arange(length, device=device).expand(batch, length)
         sequence = torch.arange(batch, device=device).unsqueeze(1).expand(batch, length)
         if attention_mask is not None:
             sequence = torch.where(attention_mask.bool(), sequence, -1)
-        positions = index if position_ids is None else position_ids.expand(batch, length)
+        positions = index if position_ids is None else position_ids
+        positions = positions.to(torch.int64).expand(*positions.shape[:-2], batch, length)
+        in_hand = positions.reshape(-1, batch, length).amax((0, 2)) + 1  # [batch]
         row_pos = index.reshape(-1).to(torch.int32)
         return Step(
-            positions=positions.reshape(-1).to(torch.int64),
+            positions=positions.flatten(-2).movedim(-1, 0),
             row_seq=sequence.reshape(-1).to(torch.int32),
             row_pos=row_pos,
             row_end=row_pos + 1,
             n_seqs=batch,
+            row_context=in_hand.repeat_interleave(length),
         )
 
-    def rope_tables(self, key: str, spec: RopeSpec, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, f32 [T, spec.dim / 2], of a table: computed by the first layer that asks, then shared by
-        `key`.
-        """
-        if key not in self._tables:
-            self._tables[key] = rope_tables(self.positions, inv_freq, spec.attention_factor)
-        return self._tables[key]
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` computes, for the first layer that asks; the others of this forward share it by `key`."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]

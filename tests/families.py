@@ -14,5 +14,13 @@ TINY = {
     "qwen2moe": 1,
     "qwen3moe": 1,
     "smollm3": 1,
+    "qwen2vl": 1,
+    "qwen3vl": 1,
+    "qwen3vlmoe": 1,
+    "mistral3_yarn": 1,
+    "phi3": 1,
+    "phi3_longrope": 1,
+    "gemma2": 1,
+    "gemma2_27b": 1,
     "gemma3": 1,
 }

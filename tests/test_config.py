@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import dasllama_torch as dl
 from dasllama_torch.arch import FAMILIES
-from dasllama_torch.config import RopeSpec, Yarn, read_rope
+from dasllama_torch.config import LongRope, RopeSpec, Yarn, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.random_source import RandomSource
 
@@ -19,6 +19,13 @@ GOOD = {
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 10000.0, "vocab_size": 300,
 }  # fmt: skip
+# What a family needs besides.
+MORE = {
+    "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"attention.sliding_window": 8},
+    "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
+}
 N_VOCAB = 300
 
 
@@ -30,9 +37,8 @@ class Source(RandomSource):
 
 
 def build(arch, changes, **options):
-    values = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in GOOD.items()}
-    if arch == "gemma3":
-        values["gemma3.attention.sliding_window"] = 8
+    keys = GOOD | MORE.get(arch, {})
+    values = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in keys.items()}
     for key, value in changes.items():
         if value is None:
             values.pop(f"{arch}.{key}", None)
@@ -61,7 +67,7 @@ BAD = [
     ("attention.key_length", 15),
     ("attention.value_length", 8),
     ("rope.dimension_count", 128),
-    ("rope.dimension_count", 8),
+    ("rope.dimension_count", 7),
     ("rope.freq_base", 0.0),
     ("rope.freq_base", float("inf")),
     ("attention.layer_norm_rms_epsilon", float("inf")),
@@ -91,6 +97,69 @@ def test_gemma3_needs_its_window():
         build("gemma3", {"attention.sliding_window": None})
     with pytest.raises(dl.UnsupportedModel, match="final_logit_softcapping"):
         build("gemma3", {"final_logit_softcapping": 30.0})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_logit_softcapping", 0.0), ("attn_logit_softcapping", None), ("final_logit_softcapping", -30.0),
+        ("final_logit_softcapping", None), ("attention.sliding_window", 0),
+    ],
+)  # fmt: skip
+def test_gemma2_needs_its_caps_and_its_window(key, value):
+    with pytest.raises(dl.GGUFError, match=key):
+        build("gemma2", {key: value})
+
+
+def test_gemma2_layers():
+    cfg = build("gemma2", {"block_count": 3, "attention.key_length": 32}).config
+    assert [layer.window for layer in cfg.layers] == [8, 0, 8]
+    assert (cfg.query_scale, cfg.attn_softcap, cfg.logit_softcap) == (32**-0.5, 50.0, 30.0)
+
+
+def test_gemma2_27b_scales_queries_by_the_share_of_a_head():
+    cfg = build("gemma2", {"block_count": 46, "attention.key_length": 32, "feed_forward_length": 8}).config
+    assert cfg.query_scale == 16**-0.5
+
+
+def test_smollm3_layers():
+    layers = build("smollm3", {"block_count": 9}).config.layers
+    assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2 + [False]
+
+
+@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3"})
+def test_partial_rotation_is_refused_where_no_model_has_it(arch):
+    with pytest.raises(dl.UnsupportedModel, match="rope.dimension_count"):
+        build(arch, {"rope.dimension_count": 8})
+
+
+@pytest.mark.parametrize("sections", [[2, 3, 2, 0], [2, 3, 3, 1], [2, 2, 2, 2], [8, 0, 0], [-1, 5, 4, 0], None])
+@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl"])
+def test_sections_that_do_not_fill_a_head_are_refused(arch, sections):
+    with pytest.raises(dl.DasllamaError, match="rope.dimension_sections"):
+        build(arch, {"rope.dimension_sections": sections})
+
+
+def test_axes_of_frequencies():
+    assert build("qwen2vl", {}).config.layers[0].rope.axes == (0, 0, 1, 1, 1, 2, 2, 2)
+    assert build("qwen3vl", {}).config.layers[0].rope.axes == (0, 1, 2, 0, 1, 2, 0, 0)
+
+
+def test_phi3_rotates_a_part_of_a_head():
+    model = build("phi3", {"rope.dimension_count": 12, "attention.sliding_window": 5})
+    spec = model.config.layers[1]
+    assert (spec.rope.dim, spec.head_dim, spec.window) == (12, 16, 5)
+    for window in (-1, "wide"):
+        with pytest.raises(dl.GGUFError, match="sliding_window"):
+            build("phi3", {"attention.sliding_window": window})
+
+
+@pytest.mark.parametrize("scale", [-0.1, float("nan"), 1])
+def test_mistral3_temperature(scale):
+    with pytest.raises(dl.GGUFError, match="temperature_scale"):
+        build("mistral3", {"attention.temperature_scale": scale})
+    cfg = build("mistral3", {"attention.temperature_scale": 0.1}).config
+    assert (cfg.temperature_scale, cfg.original_context) == (0.1, 64)
 
 
 def test_unread_keys_and_unasked_tensors_warn_when_asked_to():
@@ -145,6 +214,41 @@ def test_yarn(factor, fast, slow):
     spec = read_rope(md, 64)
     assert_same_rope(spec, wanted)
     assert spec.attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+@pytest.mark.parametrize(("all_dim", "wanted"), [(0.0, 1.207944), (1.0, 1.0), (0.5, 1.207944 / 1.103972)])
+def test_yarn_log_multiplier_divides_the_magnitude(all_dim, wanted):
+    """HF's mscale 1 over mscale_all_dim (its 0 counts as absent, as a missing key does here)."""
+    md = Metadata(
+        {
+            "general.architecture": "mistral3", "mistral3.context_length": 65536, "mistral3.rope.freq_base": 1e6,
+            "mistral3.rope.scaling.type": "yarn", "mistral3.rope.scaling.factor": 8.0,
+            "mistral3.rope.scaling.original_context_length": 4096,
+            "mistral3.rope.scaling.yarn_log_multiplier": all_dim,
+        }
+    )  # fmt: skip
+    hf = hf_rope(
+        "yarn", 64, rope_theta=1e6, factor=8.0, original_max_position_embeddings=4096, mscale=1.0,
+        mscale_all_dim=all_dim,
+    )  # fmt: skip
+    assert_same_rope(read_rope(md, 64), hf)
+    assert read_rope(md, 64).attention_factor == pytest.approx(wanted, abs=1e-6)
+
+
+def test_long_rope():
+    """Frequencies of both sets as HF computes them for sequences that do and do not outgrow the original context."""
+    short, long = (tuple(torch.linspace(1, most, 8).tolist()) for most in (1.9, 14.0))
+    spec = RopeSpec(dim=16, theta=1e4, freq_factors=short, long=LongRope(factors=long, original_context=256))
+    cfg = LlamaConfig(
+        head_dim=16, hidden_size=16, num_attention_heads=1, max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": list(short), "long_factor": list(long),
+            "original_max_position_embeddings": 256,
+        },
+    )  # fmt: skip
+    for found, n in ((spec.inv_freq(), 256), (spec.long_inv_freq(), 257)):
+        wanted, _ = ROPE_INIT_FUNCTIONS["longrope"](cfg, "cpu", seq_len=n)
+        torch.testing.assert_close(found, wanted.float(), rtol=INV_FREQ, atol=0)
 
 
 def test_yarn_magnitudes_of_published_models():

@@ -8,8 +8,9 @@ from tolerances import ROPE_TABLE
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dasllama_torch import ops
+from dasllama_torch.ops.query_temperature import query_temperature
 from dasllama_torch.ops.rope import rope
-from dasllama_torch.ops.rope_tables import rope_tables
+from dasllama_torch.ops.rope_tables import long_rope_tables, rope_tables
 
 
 def frequencies(R: int, theta: float = 10000.0) -> torch.Tensor:
@@ -69,10 +70,98 @@ def test_table_errors():
     inv_freq = frequencies(64)
     with pytest.raises(RuntimeError, match="rope_tables: positions must be int32 or int64"):
         rope_tables(torch.zeros(3), inv_freq, 1.0)
-    with pytest.raises(RuntimeError, match="rope_tables: positions must be int32 or int64"):
-        rope_tables(torch.zeros(1, 3, dtype=torch.int64), inv_freq, 1.0)
+    with pytest.raises(RuntimeError, match=r"rope_tables: positions must be int32 or int64 \[T\] or \[T, A\], found"):
+        rope_tables(torch.zeros(1, 3, 1, dtype=torch.int64), inv_freq, 1.0)
     with pytest.raises(RuntimeError, match="rope_tables: inv_freq must be f32"):
         rope_tables(torch.arange(3), inv_freq.double(), 1.0)
+
+
+# ---- several positions a row, two sets of frequencies ---------------------------------------------------------------
+
+
+def test_each_axis_turns_its_own_frequencies(isa):
+    positions, inv_freq = torch.randint(0, 5000, (9, 3)), frequencies(24)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 0], dtype=torch.int32)
+    for found, reference, *parts in zip(
+        rope_tables(positions, inv_freq, 1.25, axes),
+        rope_tables.reference(positions, inv_freq, 1.25, axes),
+        *(rope_tables(positions[:, axis], inv_freq, 1.25) for axis in range(3)),
+        strict=True,
+    ):
+        for i, axis in enumerate(axes.tolist()):
+            assert torch.equal(found[:, i], parts[axis][:, i])
+        torch.testing.assert_close(found, reference, rtol=0, atol=ROPE_TABLE)
+
+
+def test_equal_positions_on_all_axes_are_one_position(isa):
+    positions, inv_freq = torch.arange(50, 59), frequencies(24)
+    axes = torch.arange(12, dtype=torch.int32) % 3
+    wanted = rope_tables(positions, inv_freq, 1.0)
+    for found in (
+        rope_tables(positions, inv_freq, 1.0, axes),
+        rope_tables(positions.unsqueeze(1).expand(-1, 3), inv_freq, 1.0, axes),
+    ):
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_axis_errors():
+    positions, inv_freq = torch.zeros(4, 3, dtype=torch.int64), frequencies(8)
+    with pytest.raises(RuntimeError, match=r"rope_tables: positions \[T, A\] need axes, int32 \[4\]"):
+        rope_tables(positions, inv_freq, 1.0)
+    for axes in (torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="need axes"):
+            rope_tables(positions, inv_freq, 1.0, axes)
+    for axis in (-1, 3):
+        axes = torch.tensor([0, 0, axis, 0], dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=f"axes must be below 3, found {axis}"):
+            rope_tables(positions, inv_freq, 1.0, axes)
+        with pytest.raises(ValueError, match="below 3"):
+            rope_tables.reference(positions, inv_freq, 1.0, axes)
+
+
+def test_long_sequences_have_frequencies_of_their_own(isa):
+    positions, lengths = torch.randint(0, 9000, (40,)), torch.randint(250, 262, (40,))
+    short, long = frequencies(48), frequencies(48) / torch.linspace(1, 14, 24)
+    ops.reset_report()
+    found = long_rope_tables(positions, lengths, short, long, 256, 1.1902)
+    assert ops.report() == {"long_rope_tables": {f"cpu/{isa}": 1}}
+    reference = long_rope_tables.reference(positions, lengths, short, long, 256, 1.1902)
+    for table, oracle, few, many in zip(
+        found, reference, rope_tables(positions, short, 1.1902), rope_tables(positions, long, 1.1902), strict=True
+    ):
+        assert torch.equal(table, torch.where((lengths > 256)[:, None], many, few))
+        torch.testing.assert_close(table, oracle, rtol=0, atol=2 * ROPE_TABLE)
+
+
+def test_long_rope_errors():
+    positions, freq = torch.arange(4), frequencies(8)
+    with pytest.raises(RuntimeError, match=r"long_rope_tables: lengths must be \[4\] as positions are, found \[3\]"):
+        long_rope_tables(positions, positions[:3], freq, freq, 256, 1.0)
+    with pytest.raises(RuntimeError, match=r"long_rope_tables: long must be \[4\] as short is, found \[3\]"):
+        long_rope_tables(positions, positions, freq, freq[:3], 256, 1.0)
+    with pytest.raises(RuntimeError, match="long_rope_tables: positions must be int32 or int64"):
+        long_rope_tables(positions.float(), positions, freq, freq, 256, 1.0)
+    with pytest.raises(RuntimeError, match=r"long_rope_tables: short must be f32 \[R / 2\]"):
+        long_rope_tables(positions, positions, freq.double(), freq, 256, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_query_temperature(dtype, isa):
+    positions = torch.tensor([0, 1, 63, 64, 65, 127, 128, 8191, 131072], dtype=dtype)
+    ops.reset_report()
+    found = query_temperature(positions, 0.1, 64)
+    assert ops.report() == {"query_temperature": {f"cpu/{isa}": 1}}
+    wanted = [1 + 0.1 * math.log(1 + p // 64) for p in positions.tolist()]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-7)
+    torch.testing.assert_close(query_temperature.reference(positions, 0.1, 64), found, rtol=1e-7, atol=0)
+    assert found[:3].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_query_temperature_errors():
+    with pytest.raises(RuntimeError, match="query_temperature: original must be above 0, found 0"):
+        query_temperature(torch.arange(3), 0.1, 0)
+    with pytest.raises(RuntimeError, match="query_temperature: positions must be int32 or int64"):
+        query_temperature(torch.zeros(3), 0.1, 64)
 
 
 # ---- rotation -------------------------------------------------------------------------------------------------------
@@ -181,6 +270,12 @@ def test_rotation_errors():
 
 def test_opcheck():
     torch.library.opcheck(rope_tables, (torch.arange(9), frequencies(64), 1.1))
+    axes = torch.arange(32, dtype=torch.int32) % 3
+    torch.library.opcheck(rope_tables, (torch.arange(27).view(9, 3), frequencies(64), 1.1, axes))
+    torch.library.opcheck(
+        long_rope_tables, (torch.arange(9), torch.arange(9), frequencies(64), frequencies(64), 4, 1.1)
+    )
+    torch.library.opcheck(query_temperature, (torch.arange(9), 0.1, 4))
     cos, sin = random_tables(6, 16)
     torch.library.opcheck(rope, (torch.randn(2, 3, 4, 48, requires_grad=True), cos, sin))
     torch.library.opcheck(rope, (torch.randn(4, 6, 48).transpose(0, 1), cos, sin))

@@ -1,16 +1,17 @@
-"""Qwen2 and Qwen2.5: the llama shape with biases on q, k and v and half-split rotary pairs in the file.
-Source: Qwen2 technical report, arXiv:2407.10671; GGUF arch `qwen2`.
+"""Qwen2 and Qwen2.5: the llama shape with biases on q, k and v and half-split rotary pairs in the file, or with experts
+in the FFN's place, one of them shared; and the text decoder of Qwen2-VL and Qwen2.5-VL, whose positions have three axes.
+Source: Qwen2 technical report, arXiv:2407.10671, Qwen2-VL, arXiv:2409.12191; GGUF archs `qwen2`, `qwen2moe`, `qwen2vl`.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, read_geometry, read_moe, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
-from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.modules.causal_lm import CausalLM, ConditionalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
 from dasllama_torch.modules.linear import Linear
@@ -33,8 +34,18 @@ class Qwen2Config(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLConfig(DecoderConfig):
+    @classmethod
+    def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen2VLConfig":
+        g = read_geometry(md, w)
+        md.arch.expect("attention.sliding_window", 0)
+        rope = replace(read_rope(md, g.head_dim), axes=read_axes(md, g.head_dim, interleaved=False))
+        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
+
+
 class Qwen2Attention(nn.Module):
-    def __init__(self, cfg: Qwen2Config, w: TensorSource, layer: int):
+    def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
         C, H, G, D = cfg.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim
@@ -55,7 +66,7 @@ class Qwen2Attention(nn.Module):
 
 
 class Qwen2DecoderLayer(nn.Module):
-    def __init__(self, cfg: Qwen2Config, w: TensorSource, layer: int):
+    def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Qwen2Attention(cfg, w, layer)
         spec, C = cfg.layers[layer], cfg.n_embd
@@ -70,4 +81,9 @@ class Qwen2DecoderLayer(nn.Module):
 
 class Qwen2ForCausalLM(CausalLM):
     def __init__(self, cfg: Qwen2Config, w: TensorSource):
+        super().__init__(cfg, w, Decoder(cfg, w, Qwen2DecoderLayer))
+
+
+class Qwen2VLForCausalLM(ConditionalLM):
+    def __init__(self, cfg: Qwen2VLConfig, w: TensorSource):
         super().__init__(cfg, w, Decoder(cfg, w, Qwen2DecoderLayer))

@@ -1,16 +1,18 @@
-"""Qwen3: grouped-query attention with a norm on every head of q and k before the rotation, SwiGLU, pre-norm.
-Source: Qwen3 technical report, arXiv:2505.09388; GGUF arch `qwen3`.
+"""Qwen3: grouped-query attention with a norm on every head of q and k before the rotation, SwiGLU or experts of it,
+pre-norm; and the text decoder of Qwen3-VL, whose positions have three axes.
+Source: Qwen3 technical report, arXiv:2505.09388, Qwen3-VL, arXiv:2511.21631; GGUF archs `qwen3`, `qwen3moe`, `qwen3vl`,
+`qwen3vlmoe`.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, read_geometry, read_moe, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
-from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.modules.causal_lm import CausalLM, ConditionalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
 from dasllama_torch.modules.linear import Linear
@@ -19,7 +21,10 @@ from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.step import Step
 
-IGNORED: dict[str, str] = {}
+IGNORED = {
+    f"{arch}.n_deepstack_layers": "how many layers add features of images; text has none"
+    for arch in ("qwen3vl", "qwen3vlmoe")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,16 @@ class Qwen3Config(DecoderConfig):
         g = read_geometry(md, w)
         md.arch.expect("attention.sliding_window", 0)
         rope = read_rope(md, g.head_dim)
+        moe = read_moe(md, renormalize=True)
+        return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLConfig(DecoderConfig):
+    @classmethod
+    def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen3VLConfig":
+        g = read_geometry(md, w)
+        rope = replace(read_rope(md, g.head_dim), axes=read_axes(md, g.head_dim, interleaved=True))
         moe = read_moe(md, renormalize=True)
         return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
@@ -72,4 +87,9 @@ class Qwen3DecoderLayer(nn.Module):
 
 class Qwen3ForCausalLM(CausalLM):
     def __init__(self, cfg: Qwen3Config, w: TensorSource):
+        super().__init__(cfg, w, Decoder(cfg, w, Qwen3DecoderLayer))
+
+
+class Qwen3VLForCausalLM(ConditionalLM):
+    def __init__(self, cfg: Qwen3VLConfig, w: TensorSource):
         super().__init__(cfg, w, Decoder(cfg, w, Qwen3DecoderLayer))

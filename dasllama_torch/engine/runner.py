@@ -11,7 +11,6 @@ from dasllama_torch.errors import CannotRewind, ContextFull
 from dasllama_torch.step import PageTable, Step
 
 if TYPE_CHECKING:
-    from dasllama_torch.cache.sequence import Sequence as CacheSequence
     from dasllama_torch.engine.session import Session
     from dasllama_torch.modules.causal_lm import CausalLM
 
@@ -98,13 +97,13 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         wanted = n if logits == "all" else int(logits == "last" and chunk.last)
         logit_rows += range(len(tokens) - wanted, len(tokens))
         wanted_of.append(wanted)
-    sequences = [sessions[chunk.index].sequence for chunk in window]
-    step = _step(sessions[0].pool, sequences, row_seq, row_pos, logit_rows)
+    present = [sessions[chunk.index] for chunk in window]
+    step = _step(present, tokens, row_seq, row_pos, logit_rows)
     try:
-        rows = _forward(sessions[0].model, tokens, step).split(wanted_of)
+        rows = _forward(sessions[0].model, step).split(wanted_of)
     except BaseException:
-        for sequence in sequences:
-            sequence.torn = sequence.state >= 0
+        for session in present:
+            session.sequence.torn = session.sequence.state >= 0
         raise
     for chunk, wanted, part in zip(window, wanted_of, rows, strict=True):
         session = sessions[chunk.index]
@@ -116,8 +115,10 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
 
 
 def _step(
-    pool, sequences: list["CacheSequence"], row_seq: list[int], row_pos: list[int], logit_rows: list[int]
+    sessions: list["Session"], tokens: list[int], row_seq: list[int], row_pos: list[int], logit_rows: list[int]
 ) -> Step:
+    pool, sequences = sessions[0].pool, [session.sequence for session in sessions]
+
     def tensor(values, dtype=torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=pool.device)
 
@@ -140,13 +141,14 @@ def _step(
         tables=tuple(map(page_table, range(len(pool.groups)))),
         state_slots=tensor([sequences[s].state for s in row_seq]) if pool.states else None,
         logit_rows=tensor(logit_rows),
+        row_context=tensor([sessions[s].n_ctx for s in row_seq]),
+        input_ids=tensor([tokens]),
     )
 
 
-def _forward(model: "CausalLM", tokens: list[int], step: Step) -> Tensor:
+def _forward(model: "CausalLM", step: Step) -> Tensor:
     """Logits f32 [rows, V] of the rows that are wanted."""
-    input_ids = torch.tensor([tokens], dtype=torch.int64, device=step.positions.device)
     if not len(step.logit_rows):  # the cache is all that is wanted
-        hidden = model.model(model.model.embed_tokens(input_ids), step)
+        hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
         return hidden.new_empty(0, model.config.n_vocab)
-    return model(input_ids, step=step).logits[0].float().cpu()
+    return model(step.input_ids, step=step).logits[0].float().cpu()

@@ -13,27 +13,45 @@ class PagedAttention(Module):
     """Writes k and v to the cache of `layer` and attends over it; without a cache it is a function of q, k and v.
 
     q [..., H, D], k and v [..., G, D] of this forward's rows -> [..., H, D]. Query head h reads kv head h // (H / G).
-    window: keys seen, self included; 0: all. sinks: f32 [H], see ops/paged_attention.py.
+    window: keys seen, self included; 0: all. softcap: bound of the scores, see ops/paged_attention.py; 0: none.
+    source: a layer before this one whose keys and values are read; k and v are then None, and nothing is written.
+    is_source: later layers read those of this one. sinks: f32 [H], see there too; None: none.
     """
 
-    def __init__(self, layer: int, scale: float, window: int = 0):
+    def __init__(
+        self,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        source: int | None = None,
+        is_source: bool = False,
+    ):
         super().__init__()
-        self.layer, self.scale, self.window = layer, scale, window
+        self.layer, self.scale, self.window, self.softcap = layer, scale, window, softcap
+        self.source, self.is_source = layer if source is None else source, is_source
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Step, sinks: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
+            if k is None:
+                k, v = step.kv[self.source]
+            elif self.is_source:
+                step.kv[self.layer] = k, v
             return attention(
                 q, k, v, step.row_seq, step.row_pos, step.row_end, step.row_seq, step.row_pos,
-                self.scale, self.window, 0.0, sinks,
+                self.scale, self.window, self.softcap, sinks,
             )  # fmt: skip
-        cache = step.cache[self.layer]
+        cache = step.cache[self.source]
         table = step.tables[cache.group]
-        kv_write(k, v, cache.k, cache.v, table.slots)
+        if k is not None:
+            kv_write(k, v, cache.k, cache.v, table.slots)
         return paged_attention(
             q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, step.row_end,
-            self.scale, self.window, 0.0, sinks,
+            self.scale, self.window, self.softcap, sinks,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"layer={self.layer}, scale={self.scale:g}" + (f", window={self.window}" if self.window else "")
+        parts = [f"layer={self.layer}", f"scale={self.scale:g}"]
+        parts += [f"window={self.window}"] * bool(self.window) + [f"softcap={self.softcap:g}"] * bool(self.softcap)
+        return ", ".join(parts + [f"source={self.source}"] * (self.source != self.layer))

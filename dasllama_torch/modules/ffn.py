@@ -28,3 +28,20 @@ class GatedMLP(Module):
 
     def extra_repr(self) -> str:
         return self.act
+
+
+class FusedGatedMLP(Module):
+    """GatedMLP with gate and up in one matrix, the gate's rows first (Phi-3)."""
+
+    def __init__(self, w: TensorSource, n_embd: int, width: int, act: str):
+        super().__init__()
+        self.gate_up_proj = Linear(w, "ffn_up", 2 * width, n_embd)
+        self.down_proj = Linear(w, "ffn_down", n_embd, width)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(gated_act(gate, up, ACTS[self.act]))
+
+    def extra_repr(self) -> str:
+        return self.act

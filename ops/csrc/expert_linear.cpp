@@ -1,5 +1,5 @@
-// Binding of expert_linear and expert_linear_backward; see ops/expert_linear.py. Rows are grouped by expert, and each group
-// goes to the kernels of quant_linear, whose results do not depend on a row's neighbours.
+// Binding of expert_linear and expert_linear_backward; see ops/expert_linear.py. Rows are grouped by expert, and each
+// group goes to the kernels of quant_linear, whose results do not depend on a row's neighbours.
 #include <algorithm>
 #include <vector>
 
@@ -36,16 +36,16 @@ Groups grouped(const char* op, const Tensor& ids, int64_t E) {
   const Tensor all = torch::stable::contiguous(ids);
   const auto group = [&](const auto* id) {
     for (int64_t i = 0; i < ids.numel(); i++)
-      STD_TORCH_CHECK(id[i] >= 0 && id[i] < E, "dasllama::", op, ": id ", static_cast<int64_t>(id[i]), " is not one of ", E,
-                      " experts");
+      STD_TORCH_CHECK(id[i] >= 0 && id[i] < E, "dasllama::", op, ": id ", static_cast<int64_t>(id[i]),
+                      " is not one of ", E, " experts");
     return Groups(id, ids.numel(), E);
   };
   return ids.scalar_type() == ScalarType::Long ? group(all.const_data_ptr<int64_t>())
                                                : group(all.const_data_ptr<int32_t>());
 }
 
-// Calls f(e, begin, end) on pieces of [0, n) for every group e that has rows, on all threads. A piece begins at a multiple of
-// `strip`. Threads get about equal work, K products for each row and element of n.
+// Calls f(e, begin, end) on pieces of [0, n) for every group e that has rows, on all threads. A piece begins at a
+// multiple of `strip`. Threads get about equal work, K products for each row and element of n.
 template <class F>
 void for_strips(const Groups& groups, int64_t n, int64_t strip, int64_t K, const F& f) {
   const int64_t E = static_cast<int64_t>(groups.begin.size()) - 1, strips = (n + strip - 1) / strip;
@@ -57,7 +57,9 @@ void for_strips(const Groups& groups, int64_t n, int64_t strip, int64_t K, const
     for (; e < E && start[e] < end; e++) {
       if (!groups.size(e)) continue;
       const int64_t cost = groups.size(e) + kUnpack;
-      const auto strips_before = [&](int64_t unit) { return (std::max<int64_t>(unit - start[e], 0) + cost - 1) / cost; };
+      const auto strips_before = [&](int64_t unit) {
+        return (std::max<int64_t>(unit - start[e], 0) + cost - 1) / cost;
+      };
       const int64_t first = strips_before(begin), last = std::min(strips, strips_before(end));
       if (first < last) f(e, first * strip, std::min(n, last * strip));
     }
@@ -147,7 +149,8 @@ Tensor expert_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, cons
                  " and this qweight in ", type.name, ", found ", shape_text(x));
   DASLLAMA_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == ScalarType::Float && bias->dim() == 2 &&
                            bias->size(0) == E && bias->size(1) == N && bias->is_contiguous()),
-                 "expert_linear", "bias must be contiguous f32 [", E, ", ", N, "] on the CPU, found ", shape_text(*bias));
+                 "expert_linear", "bias must be contiguous f32 [", E, ", ", N, "] on the CPU, found ",
+                 shape_text(*bias));
   const Tensor x32 = as_f32(x);
   Tensor y = new_like(ids, ids.dim(), {N}, ScalarType::Float);
   const int64_t share = shared ? std::max<int64_t>(ids.size(-1), 1) : 1;
@@ -170,7 +173,8 @@ Tensor expert_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, cons
   return as_dtype(y, x.scalar_type());
 }
 
-Tensor expert_linear_backward(const Tensor& grad, const Tensor& qweight, int64_t qtype, const Tensor& ids, bool shared) {
+Tensor expert_linear_backward(const Tensor& grad, const Tensor& qweight, int64_t qtype, const Tensor& ids,
+                              bool shared) {
   const TypeInfo type = checked_stack("expert_linear_backward", qweight, qtype);
   const int64_t E = qweight.size(0), N = qweight.size(1), K = qweight.size(2) / type.bytes * type.block;
   const Groups groups = grouped("expert_linear_backward", ids, E);

@@ -84,13 +84,15 @@ struct Kernels {
   // n elements (a whole number of blocks) -> F32, F16, BF16, Q8_0 or Q4_0.
   void (*quantize)(int qtype, const float* x, int64_t n, uint8_t* out);
 
-  // cos and sin [T, half] of positions [begin, end).
-  void (*rope_tables)(const int64_t* positions, const float* inv_freq, float scale, int64_t half, float* cosines,
-                      float* sines, int64_t begin, int64_t end);
+  // cos and sin [T, half] of rows [begin, end); frequency i turns with positions[t * n_axes + axes[i]], where axes may
+  // be null for all 0.
+  void (*rope_tables)(const int64_t* positions, int64_t n_axes, const int32_t* axes, const float* inv_freq, float scale,
+                      int64_t half, float* cosines, float* sines, int64_t begin, int64_t end);
   void (*rope)(const float* x, int64_t row_stride, int64_t head_stride, const float* cosines, const float* sines,
                int64_t heads, int64_t dim, int64_t half, float* y, int64_t begin, int64_t end);
 
-  // act 0 SiLU, 1 tanh-GELU, 2 sigmoid, 3 clamped SwiGLU; rows [begin, end) of C elements, or for the gradient elements [begin, end).
+  // act 0 SiLU, 1 tanh-GELU, 2 sigmoid, 3 clamped SwiGLU; rows [begin, end) of C elements, or for the gradient
+  // elements [begin, end).
   void (*gated_act)(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act, int64_t C,
                     float* y, int64_t begin, int64_t end);
   void (*gated_act_backward)(const float* grad, const float* gate, const float* up, int64_t act, float* dgate,
@@ -106,6 +108,10 @@ struct Kernels {
                       int64_t end);
   void (*moe_combine_backward)(const float* grad, const float* y, const float* weights, int64_t k, int64_t C, float* dy,
                                float* dweights, int64_t begin, int64_t end);
+
+  // y[i] = cap * tanh(x[i] / cap), and x's gradient from y; elements [begin, end).
+  void (*softcap)(const float* x, float cap, float* y, int64_t begin, int64_t end);
+  void (*softcap_backward)(const float* grad, const float* y, float cap, float* dx, int64_t begin, int64_t end);
 
   // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32; slot = page * R + row or -1.
   void (*kv_write)(const float* x, int64_t row_stride, int64_t head_stride, int64_t heads, int64_t dim,

@@ -7,19 +7,16 @@ namespace {
 
 constexpr int64_t kTask = 8192;  // products for which a thread is worth waking
 
-#define DASLLAMA_CHECK_EXPERTS(op, y, weights)                                                                           \
-  do {                                                                                                                   \
-    DASLLAMA_CHECK(is_floating(y) && y.dim() >= 2 && weights.is_cpu() && weights.scalar_type() == ScalarType::Float &&   \
-                       weights.dim() == y.dim() - 1,                                                                     \
-                   op, "y must be f32, f16 or bf16 [..., k, C] and weights f32 [..., k] on the CPU, found ",             \
-                   shape_text(y), " and ", shape_text(weights));                                                         \
-    for (int64_t d = 0; d < weights.dim(); d++)                                                                          \
-      DASLLAMA_CHECK(weights.size(d) == y.size(d), op, "weights must have y's leading dimensions, found ",               \
-                     shape_text(weights), " beside ", shape_text(y));                                                    \
-  } while (0)
+void check_experts(const char* op, const Tensor& y, const Tensor& weights) {
+  bool agree = is_floating(y) && y.dim() >= 2 && weights.is_cpu() && weights.scalar_type() == ScalarType::Float &&
+               weights.dim() == y.dim() - 1;
+  for (int64_t d = 0; agree && d < weights.dim(); d++) agree = weights.size(d) == y.size(d);
+  STD_TORCH_CHECK(agree, "dasllama::", op, ": y must be f32, f16 or bf16 [..., k, C] and weights f32 [..., k] on the ",
+                  "CPU, found ", shape_text(y), " and ", shape_text(weights));
+}
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights) {
-  DASLLAMA_CHECK_EXPERTS("moe_combine", y, weights);
+  check_experts("moe_combine", y, weights);
   const int64_t k = y.size(-2), C = y.size(-1), rows = leading(y, y.dim() - 2);
   const Tensor y32 = as_f32(y), w32 = as_f32(weights);
   Tensor total = new_like(y, y.dim() - 2, {C}, ScalarType::Float);
@@ -33,7 +30,7 @@ Tensor moe_combine(const Tensor& y, const Tensor& weights) {
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& grad, const Tensor& y, const Tensor& weights) {
-  DASLLAMA_CHECK_EXPERTS("moe_combine_backward", y, weights);
+  check_experts("moe_combine_backward", y, weights);
   const int64_t k = y.size(-2), C = y.size(-1), rows = leading(y, y.dim() - 2);
   DASLLAMA_CHECK(is_floating(grad) && grad.dim() == y.dim() - 1 && grad.size(-1) == C &&
                      leading(grad, grad.dim() - 1) == rows,

@@ -7,15 +7,15 @@ namespace {
 
 constexpr int64_t kTask = 16384;  // logits for which a thread is worth waking
 
-std::tuple<Tensor, Tensor> moe_router(const Tensor& logits, const std::optional<Tensor>& bias, int64_t top_k, int64_t gate,
-                                      bool renormalize, double scale) {
+std::tuple<Tensor, Tensor> moe_router(const Tensor& logits, const std::optional<Tensor>& bias, int64_t top_k,
+                                      int64_t gate, bool renormalize, double scale) {
   DASLLAMA_CHECK(is_floating(logits) && logits.dim() >= 1 && top_k >= 1 && top_k <= logits.size(-1), "moe_router",
                  "logits must be f32, f16 or bf16 [..., E] with E >= top_k = ", top_k, " >= 1, found ",
                  shape_text(logits));
   DASLLAMA_CHECK(gate == 0 || gate == 1, "moe_router", "gate must be 0 (softmax) or 1 (sigmoid), found ", gate);
   const int64_t E = logits.size(-1);
-  DASLLAMA_CHECK(!bias || (gate == 1 && bias->is_cpu() && bias->scalar_type() == ScalarType::Float && bias->dim() == 1 &&
-                           bias->size(0) == E && bias->is_contiguous()),
+  DASLLAMA_CHECK(!bias || (gate == 1 && bias->is_cpu() && bias->scalar_type() == ScalarType::Float &&
+                           bias->dim() == 1 && bias->size(0) == E && bias->is_contiguous()),
                  "moe_router", "bias must be contiguous f32 [", E, "] on the CPU and the gate sigmoid, found ",
                  shape_text(*bias), " and gate ", gate);
   const Rows in(logits);
@@ -27,8 +27,8 @@ std::tuple<Tensor, Tensor> moe_router(const Tensor& logits, const std::optional<
   const Kernels& k = kernels();
   count_call("moe_router", k.name);
   parallel(in.rows, 1 + kTask / E, [&](int64_t begin, int64_t end) {
-    k.moe_router(in.data, in.stride, b, E, top_k, gate, renormalize, static_cast<float>(scale), to_weights, to_ids, begin,
-                 end);
+    k.moe_router(in.data, in.stride, b, E, top_k, gate, renormalize, static_cast<float>(scale), to_weights, to_ids,
+                 begin, end);
   });
   return {weights, ids};
 }
@@ -40,9 +40,10 @@ Tensor moe_router_backward(const Tensor& grad, const Tensor& logits, const Tenso
                  "moe_router_backward", "logits and grad must be floating, ids int64 on the CPU, all of one rank");
   for (int64_t d = 0; d < grad.dim(); d++)
     DASLLAMA_CHECK(grad.size(d) == ids.size(d) && (d + 1 == grad.dim() || grad.size(d) == logits.size(d)),
-                   "moe_router_backward", "grad, ids and logits must have shapes that agree, found ", shape_text(grad), ", ",
-                   shape_text(ids), " and ", shape_text(logits));
-  DASLLAMA_CHECK(gate == 0 || gate == 1, "moe_router_backward", "gate must be 0 (softmax) or 1 (sigmoid), found ", gate);
+                   "moe_router_backward", "grad, ids and logits must have shapes that agree, found ", shape_text(grad),
+                   ", ", shape_text(ids), " and ", shape_text(logits));
+  DASLLAMA_CHECK(gate == 0 || gate == 1, "moe_router_backward", "gate must be 0 (softmax) or 1 (sigmoid), found ",
+                 gate);
   const int64_t E = logits.size(-1), top_k = ids.size(-1), rows = leading(logits, logits.dim() - 1);
   const Tensor g32 = as_f32(grad), l32 = as_f32(logits), chosen = torch::stable::contiguous(ids);
   const int64_t* id = chosen.const_data_ptr<int64_t>();

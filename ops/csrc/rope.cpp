@@ -1,29 +1,88 @@
-// Bindings of rope_tables and rope; formulas in ops/rope_tables.py and ops/rope.py, loops in kernels/rope.inl.
+// Bindings of rope_tables, long_rope_tables, query_temperature and rope; formulas in the files of ops/ that have their
+// names, loops in kernels/rope.inl.
 #include "views.h"
 
 namespace dasllama {
 namespace {
 
-std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& inv_freq, double scale) {
-  const ScalarType dtype = positions.scalar_type();
-  DASLLAMA_CHECK((dtype == ScalarType::Int || dtype == ScalarType::Long) && positions.dim() == 1, "rope_tables",
-                 "positions must be int32 or int64 [T], found ", toString(dtype), " of rank ", positions.dim());
-  DASLLAMA_CHECK(inv_freq.scalar_type() == ScalarType::Float && inv_freq.dim() == 1, "rope_tables",
-                 "inv_freq must be f32 [R / 2], found ", toString(inv_freq.scalar_type()), " of rank ", inv_freq.dim());
-  const Tensor p =
-      torch::stable::contiguous(dtype == ScalarType::Long ? positions : torch::stable::to(positions, ScalarType::Long));
-  const Tensor f = torch::stable::contiguous(inv_freq);
-  const int64_t T = p.size(0), half = f.size(0);
+// Positions or lengths as contiguous int64 of rank 1, or of `most_rank` at most.
+Tensor checked_positions(const char* op, const char* name, const Tensor& t, int64_t most_rank) {
+  const ScalarType dtype = t.scalar_type();
+  STD_TORCH_CHECK((dtype == ScalarType::Int || dtype == ScalarType::Long) && t.dim() >= 1 && t.dim() <= most_rank,
+                  "dasllama::", op, ": ", name, " must be int32 or int64 [T]", most_rank > 1 ? " or [T, A]" : "",
+                  ", found ", toString(dtype), " of rank ", t.dim());
+  return torch::stable::contiguous(dtype == ScalarType::Long ? t : torch::stable::to(t, ScalarType::Long));
+}
+
+Tensor checked_frequencies(const char* op, const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 1, "dasllama::", op, ": ", name,
+                  " must be f32 [R / 2], found ", toString(t.scalar_type()), " of rank ", t.dim());
+  return torch::stable::contiguous(t);
+}
+
+std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& inv_freq, double scale,
+                                       const std::optional<Tensor>& axes) {
+  const Tensor p = checked_positions("rope_tables", "positions", positions, 2);
+  const Tensor f = checked_frequencies("rope_tables", "inv_freq", inv_freq);
+  const int64_t T = p.size(0), half = f.size(0), n_axes = p.dim() == 2 ? p.size(1) : 1;
+  Tensor a;
+  if (p.dim() == 2) {
+    DASLLAMA_CHECK(axes && axes->scalar_type() == ScalarType::Int && axes->dim() == 1 && axes->size(0) == half,
+                   "rope_tables", "positions [T, A] need axes, int32 [", half, "]");
+    a = torch::stable::contiguous(*axes);
+    for (int64_t i = 0; i < half; i++) {
+      const int32_t axis = a.const_data_ptr<int32_t>()[i];
+      DASLLAMA_CHECK(axis >= 0 && axis < n_axes, "rope_tables", "axes must be below ", n_axes, ", found ", axis);
+    }
+  }
   Tensor cosines = new_like(f, 0, {T, half}, ScalarType::Float), sines = new_like(f, 0, {T, half}, ScalarType::Float);
   const int64_t* at = p.const_data_ptr<int64_t>();
+  const int32_t* axis_of = p.dim() == 2 ? a.const_data_ptr<int32_t>() : nullptr;
   const float* frequencies = f.const_data_ptr<float>();
   float *c = cosines.mutable_data_ptr<float>(), *s = sines.mutable_data_ptr<float>();
   const Kernels& k = kernels();
   count_call("rope_tables", k.name);
   parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
-    k.rope_tables(at, frequencies, static_cast<float>(scale), half, c, s, begin, end);
+    k.rope_tables(at, n_axes, axis_of, frequencies, static_cast<float>(scale), half, c, s, begin, end);
   });
   return {cosines, sines};
+}
+
+std::tuple<Tensor, Tensor> long_rope_tables(const Tensor& positions, const Tensor& lengths, const Tensor& short_freq,
+                                            const Tensor& long_freq, int64_t original, double scale) {
+  const Tensor p = checked_positions("long_rope_tables", "positions", positions, 1),
+               n = checked_positions("long_rope_tables", "lengths", lengths, 1);
+  const Tensor f = checked_frequencies("long_rope_tables", "short", short_freq),
+               g = checked_frequencies("long_rope_tables", "long", long_freq);
+  const int64_t T = p.size(0), half = f.size(0);
+  DASLLAMA_CHECK(n.size(0) == T, "long_rope_tables", "lengths must be [", T, "] as positions are, found [", n.size(0),
+                 "]");
+  DASLLAMA_CHECK(g.size(0) == half, "long_rope_tables", "long must be [", half, "] as short is, found [", g.size(0),
+                 "]");
+  Tensor cosines = new_like(f, 0, {T, half}, ScalarType::Float), sines = new_like(f, 0, {T, half}, ScalarType::Float);
+  const int64_t *at = p.const_data_ptr<int64_t>(), *length = n.const_data_ptr<int64_t>();
+  const float *few = f.const_data_ptr<float>(), *many = g.const_data_ptr<float>();
+  float *c = cosines.mutable_data_ptr<float>(), *s = sines.mutable_data_ptr<float>();
+  const Kernels& k = kernels();
+  count_call("long_rope_tables", k.name);
+  parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      k.rope_tables(at, 1, nullptr, length[t] > original ? many : few, static_cast<float>(scale), half, c, s, t, t + 1);
+  });
+  return {cosines, sines};
+}
+
+// Too small for threads or lanes: one logarithm a row.
+Tensor query_temperature(const Tensor& positions, double beta, int64_t original) {
+  const Tensor p = checked_positions("query_temperature", "positions", positions, 1);
+  DASLLAMA_CHECK(original > 0, "query_temperature", "original must be above 0, found ", original);
+  Tensor y = new_like(p, 1, {}, ScalarType::Float);
+  const int64_t* at = p.const_data_ptr<int64_t>();
+  float* out = y.mutable_data_ptr<float>();
+  count_call("query_temperature", kernels().name);
+  for (int64_t t = 0; t < p.size(0); t++)
+    out[t] = 1.0f + static_cast<float>(beta) * static_cast<float>(std::log1p(static_cast<double>(at[t] / original)));
+  return y;
 }
 
 Tensor rope(const Tensor& x, const Tensor& cosines, const Tensor& sines) {
@@ -54,6 +113,8 @@ Tensor rope(const Tensor& x, const Tensor& cosines, const Tensor& sines) {
 
 STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) {
   m.impl("rope_tables", TORCH_BOX(&rope_tables));
+  m.impl("long_rope_tables", TORCH_BOX(&long_rope_tables));
+  m.impl("query_temperature", TORCH_BOX(&query_temperature));
   m.impl("rope", TORCH_BOX(&rope));
 }
 

@@ -1,6 +1,7 @@
 // y = act(gate) * up and its gradient, with S the logistic function. act 0 is SiLU, x * S(x); act 1 is tanh-GELU,
-// x * S(2 u(x)), u(x) = sqrt(2 / pi) * (x + 0.044715 x^3), which equals 0.5 x (1 + tanh u) and does not cancel; act 2 is
-// S(x) alone; act 3 is gpt-oss' SwiGLU, c * S(1.702 c) with c = min(x, 7), which multiplies 1 + up, up clamped to [-7, 7].
+// x * S(2 u(x)), u(x) = sqrt(2 / pi) * (x + 0.044715 x^3), which equals 0.5 x (1 + tanh u) and does not cancel; act 2
+// is S(x) alone; act 3 is gpt-oss' SwiGLU, c * S(1.702 c) with c = min(x, 7), which multiplies 1 + up, where up is
+// clamped to [-7, 7] first.
 
 constexpr float kSwigluSlope = 1.702f, kSwigluLimit = 7.0f;
 

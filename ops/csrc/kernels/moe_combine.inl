@@ -1,5 +1,5 @@
-// out[c] = sum over s of w[s] * y[s, c], s ascending, and its gradients dy[s, c] = w[s] * grad[c], dw[s] = sum over c of
-// grad[c] * y[s, c] in 16 lanes. One row, that is one token, at a time.
+// out[c] = sum over s of w[s] * y[s, c], s ascending, and its gradients: dy[s, c] = w[s] * grad[c], and dw[s] = sum over
+// c of grad[c] * y[s, c], in 16 lanes. One row, that is one token, at a time.
 
 static void moe_combine(const float* y, const float* weights, int64_t k, int64_t C, float* out, int64_t begin,
                         int64_t end) {
@@ -17,8 +17,8 @@ static void moe_combine(const float* y, const float* weights, int64_t k, int64_t
   }
 }
 
-static void moe_combine_backward(const float* grad, const float* y, const float* weights, int64_t k, int64_t C, float* dy,
-                                 float* dweights, int64_t begin, int64_t end) {
+static void moe_combine_backward(const float* grad, const float* y, const float* weights, int64_t k, int64_t C,
+                                 float* dy, float* dweights, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++)
     for (int64_t s = row * k; s < (row + 1) * k; s++) {
       const float *g = grad + row * C, *in = y + s * C;

@@ -1,5 +1,5 @@
-// The choice of k of E experts by their logits, and the weights of the chosen; formulas in ops/moe_router.py. One row at
-// a time; the sum over all experts in 16 lanes, sums over the chosen in their order.
+// The choice of k of E experts by their logits, and the weights of the chosen; formulas in ops/moe_router.py. One row
+// at a time; the sum over all experts in 16 lanes, sums over the chosen in their order.
 
 // A whole number that orders floats: NaN above all, -0 like 0.
 static DASLLAMA_INLINE int32_t rank_of(float f) {
@@ -74,8 +74,8 @@ static void moe_router(const float* logits, int64_t stride, const float* bias, i
 }
 
 // With g = grad * scale, weights u before scaling, and j running over the experts whose logits u depends on:
-// softmax: dl_j = u_j (g_j - sum g u), g_j = 0 where j was not chosen; sigmoid: dl_j = d_j s_j (1 - s_j), where d is g or,
-// renormalized, (g - sum g u) / sum s.
+// softmax: dl_j = u_j (g_j - sum g u), g_j = 0 where j was not chosen; sigmoid: dl_j = d_j s_j (1 - s_j), where d is g
+// or, renormalized, (g - sum g u) / sum s.
 static void moe_router_backward(const float* grad, const float* logits, const int64_t* ids, int64_t E, int64_t k,
                                 int64_t gate, bool renormalize, float scale, float* dlogits, int64_t begin,
                                 int64_t end) {

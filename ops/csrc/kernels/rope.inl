@@ -1,12 +1,13 @@
-// Rotary tables and rotation. Table: angle[t][i] = float(position[t]) * inv_freq[i] in f32; cosine and sine in double,
-// rounded once, times the scale. Rotation (half split): with c, s of dimension i < R / 2,
+// Rotary tables and rotation. Table: angle[t][i] = float(position[t]) * inv_freq[i] in f32, where a row of several
+// positions gives frequency i that of its axis; cosine and sine in double, rounded once, times the scale. Rotation (half split): with c, s of dimension i < R / 2,
 // y[i] = x[i] * c - x[i + R/2] * s and y[i + R/2] = x[i + R/2] * c + x[i] * s; dimensions from R on are copied.
 
-static void rope_tables(const int64_t* positions, const float* inv_freq, float scale, int64_t half, float* cosines,
-                        float* sines, int64_t begin, int64_t end) {
+static void rope_tables(const int64_t* positions, int64_t n_axes, const int32_t* axes, const float* inv_freq,
+                        float scale, int64_t half, float* cosines, float* sines, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; t++)
     for (int64_t i = 0; i < half; i++) {
-      const double angle = static_cast<float>(positions[t]) * inv_freq[i];
+      const int64_t position = positions[t * n_axes + (axes ? axes[i] : 0)];
+      const double angle = static_cast<float>(position) * inv_freq[i];
       cosines[t * half + i] = static_cast<float>(std::cos(angle)) * scale;
       sines[t * half + i] = static_cast<float>(std::sin(angle)) * scale;
     }

@@ -17,6 +17,7 @@ namespace {
 #include "gated_act.inl"
 #include "moe_router.inl"
 #include "moe_combine.inl"
+#include "softcap.inl"
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
@@ -47,6 +48,8 @@ using int_dot::decode_row;
     moe_router_backward,                \
     moe_combine,                        \
     moe_combine_backward,               \
+    softcap,                            \
+    softcap_backward,                   \
     kv_write,                           \
     attention_split,                    \
     attention_merge,                    \
