@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: the llama shape with biases on q, k and v and half-split rotary pairs in the file, or with experts
-in the FFN's place, one of them shared; and the text decoder of Qwen2-VL and Qwen2.5-VL, whose positions have three axes.
+in the FFN's place, one of them shared; and the text decoder of Qwen2-VL and Qwen2.5-VL, whose positions have three
+axes.
 Source: Qwen2 technical report, arXiv:2407.10671, Qwen2-VL, arXiv:2409.12191; GGUF archs `qwen2`, `qwen2moe`, `qwen2vl`.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 
