@@ -5,11 +5,15 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from dasllama_torch import hub
-from dasllama_torch.ops import registry
+from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.writer import write_gguf
+from dasllama_torch.ops import ggml_types, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +25,31 @@ def oracle() -> Path:
     if not folder.is_dir():
         _absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(scope="session")
+def q8_0(oracle, tmp_path_factory):
+    """Tiny golden model -> path of a copy with its matrices in Q8_0, made by the `gguf` package's own quantizer."""
+    folder = tmp_path_factory.mktemp("q8_0")
+
+    def quantized(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        if not path.exists():
+            file = GGUFFile(oracle / "tiny" / f"{name}.gguf")
+            metadata = {key: file.metadata.typed(key) for key in file.metadata}
+            tensors = {}
+            for tensor in file.tensors.values():
+                # As llama-quantize does, norms, routers and convolutions stay in F32.
+                keep = len(tensor.shape) < 2 or tensor.shape[-1] % 32 or tensor.qtype != ggml_types.F32
+                if keep or "ffn_gate_inp" in tensor.name or "conv1d" in tensor.name:
+                    tensors[tensor.name] = tensor.data, tensor.qtype
+                else:
+                    floats = tensor.data.view(np.float32)
+                    tensors[tensor.name] = gguf.quants.quantize(floats, gguf.GGMLQuantizationType.Q8_0), ggml_types.Q8_0
+            write_gguf(path, file.metadata.architecture, metadata, tensors)
+        return path
+
+    return quantized
 
 
 @pytest.fixture(params=registry.isas())

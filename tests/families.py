@@ -23,4 +23,6 @@ TINY = {
     "gemma2": 1,
     "gemma2_27b": 1,
     "gemma3": 1,
+    "gemma4": 1,
+    "gemma4_e": 1,
 }

@@ -12,6 +12,7 @@ from dasllama_torch.modules.causal_lm import CausalLM
 FAMILIES = {
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
+    "gemma4": ("gemma4", "Gemma4"),
     "llama": ("llama", "Llama"),
     "mistral3": ("mistral3", "Mistral3"),
     "phi3": ("phi3", "Phi3"),

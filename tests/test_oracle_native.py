@@ -1,0 +1,37 @@
+"""Native arithmetic of every family: its tiny model, quantized to Q8_0 by the `gguf` package, against the same file
+dequantized, and bitwise the same however the tokens are cut."""
+
+import numpy as np
+import pytest
+import torch
+from families import TINY
+from test_invariants import in_chunks, text, whole
+from tolerances import NATIVE_LOGPROB, NATIVE_LOGPROB_RANDOM
+
+import dasllama_torch as dl
+from dasllama_torch.ops import report, reset_report
+
+
+@pytest.fixture(params=TINY)
+def path(request, q8_0):
+    return q8_0(request.param)
+
+
+def test_native_is_near_the_dequantized_model(path, oracle):
+    ids = np.load(oracle / "tiny" / f"{path.stem}.npz")["ids_s100"].tolist()
+    reset_report()
+    found = whole(dl.load_model(path), ids, "f32").log_softmax(-1)
+    assert sum(report()["quant_linear"].values()) > 0
+    wanted = whole(dl.load_model(path, mode="fp32"), ids, "f32").log_softmax(-1)
+    difference = found - wanted
+    of_the_text = difference[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))
+    assert of_the_text.mean().abs() <= NATIVE_LOGPROB
+    assert 0 < difference.abs().mean() <= NATIVE_LOGPROB_RANDOM
+
+
+def test_however_the_tokens_are_cut(path):
+    model = dl.load_model(path)
+    ids = text(9, 75)
+    wanted = whole(model, ids, "f16")
+    for size in (1, 3, 64):
+        assert torch.equal(in_chunks(model, ids, size, "f16"), wanted)
