@@ -13,6 +13,7 @@ from test_module_paths import hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
+from dasllama_torch.modules.linear import Packed
 
 PLUS_ONE = ("gemma2", "gemma3", "qwen35")  # files hold these norms' weights with the one that transformers adds
 M_ROPE = ("qwen2vl", "qwen3vl", "qwen35")
@@ -26,12 +27,14 @@ def pair(request, oracle):
     path = oracle / "tiny" / f"{request.param}.gguf"
     model = dl.load_model(path, mode="fp32")
     hf = hf_model(json.loads(path.with_suffix(".json").read_text()), device="cpu").eval().float()
-    weights = {}
-    for name, module in model.named_modules():
-        for kind in ("weight", "bias", "A_log", "dt_bias"):
-            if (value := getattr(module, kind, None)) is not None:
-                one = request.param.startswith(PLUS_ONE) and name.endswith("norm") and "linear_attn" not in name
-                weights[f"{name}.{kind}"] = value - 1 if one else value
+    left_out = ("qweight", "linear_attn.decay")
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith(left_out)}
+    if request.param.startswith(PLUS_ONE):
+        for name in weights:
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                weights[name] = weights[name] - 1
+    weights |= {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, Packed)}
+    weights |= {f"{name}.A_log": m.A_log for name, m in model.named_modules() if hasattr(m, "A_log")}
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
     return model, hf, request.param

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, read_axes, read_delta, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_delta, read_geometry, read_rope, read_rotary_dim
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -33,7 +33,7 @@ class Qwen35Config(DecoderConfig):
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen35Config":
         g = read_geometry(md, w)
-        dim = md.arch.int("rope.dimension_count", min=2, max=g.head_dim)
+        dim = read_rotary_dim(md, g.head_dim)
         rope = replace(read_rope(md, dim), axes=read_axes(md, dim, interleaved=True))
         deltas = read_delta(md, g.n_layers)
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i]) for i in range(g.n_layers)))

@@ -1,8 +1,6 @@
 // g = decay * softplus(a + dt_bias), beta = S(b), with S the logistic function, softplus(x) = max(x, 0) + log(1 +
 // exp(-|x|)), and their gradients da = dg * decay * S(a + dt_bias), db = dbeta * beta * (1 - beta). Rows of H heads.
 
-DASLLAMA_INLINE f32x16 logistic16(f32x16 x) { return splat16(1.0f) / (splat16(1.0f) + vexp(f32x16{} - x)); }
-
 static void delta_gates(const DeltaGatesArgs& p, float* g, float* beta, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; t++)
     by_sixteen(0, p.H, [&](int64_t h, auto m) {

@@ -65,6 +65,9 @@ DASLLAMA_INLINE Two<V> vlog1p(Two<V> x) {
   return {vlog1p(x.lo), vlog1p(x.hi)};
 }
 
+// 1 / (1 + exp(-x)).
+DASLLAMA_INLINE f32x16 logistic16(f32x16 x) { return splat16(1.0f) / (splat16(1.0f) + vexp(f32x16{} - x)); }
+
 // exp of one number, with the bits of a lane.
 DASLLAMA_INLINE float exp_one(float x) { return vexp(splat<fvec>(x))[0]; }
 DASLLAMA_INLINE float tanh_one(float x) { return vtanh(splat<fvec>(x))[0]; }
