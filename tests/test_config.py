@@ -19,6 +19,7 @@ GOOD = {
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 10000.0, "vocab_size": 300,
 }  # fmt: skip
+MOE = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 # What a family needs besides.
 MORE = {
     "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -29,8 +30,11 @@ MORE = {
         "attention.key_length_swa": 8,
         "attention.key_length": 16,
     },
+    "qwen2moe": MOE | {"expert_shared_feed_forward_length": 48},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen3moe": MOE,
     "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
+    "qwen3vlmoe": MOE | {"rope.dimension_sections": [4, 2, 2, 0]},
 }
 N_VOCAB = 300
 
@@ -83,7 +87,7 @@ BAD = [
     ("rope.scaling.factor", 0.0),
     ("vocab_size", N_VOCAB + 1),
     ("vocab_size", N_VOCAB - 1),
-    ("expert_count", 8),
+    ("expert_count", -1),
     ("a_key_of_tomorrow", 1),
 ]
 
@@ -96,6 +100,51 @@ def test_bad_values_are_refused_by_name(arch, key, value):
     text = str(caught.value)
     assert "made.gguf" in text
     assert "\n" not in text
+
+
+EXPERTS = [arch for arch in FAMILIES if "expert_count" in MORE.get(arch, {})]
+
+
+@pytest.mark.parametrize("arch", [arch for arch in FAMILIES if arch not in EXPERTS])
+def test_experts_that_a_family_does_not_have_are_refused(arch):
+    with pytest.raises(dl.DasllamaError, match="expert_"):
+        build(arch, {"expert_count": 4})
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in MOE for value in ("text", float("nan"), [1, 2, 3], -1, 2**63)),
+        ("expert_used_count", 0), ("expert_used_count", 5), ("expert_used_count", None),
+        ("expert_feed_forward_length", 0), ("expert_feed_forward_length", None), ("expert_group_count", 2),
+        ("expert_group_used_count", 2), ("expert_gating_func", 0), ("expert_gating_func", 4),
+        ("expert_weights_scale", -1.0), ("expert_weights_scale", float("inf")), ("expert_weights_norm", 1),
+    ],
+)  # fmt: skip
+def test_bad_experts_are_refused_by_name(arch, key, value):
+    with pytest.raises(dl.DasllamaError, match=key):
+        build(arch, {key: value})
+
+
+@pytest.mark.parametrize(
+    ("arch", "gate", "renormalize"),
+    [("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True)],
+)
+def test_routing(arch, gate, renormalize):
+    """A family's own routing where no key speaks of it, and what keys can change."""
+    spec = build(arch, {}).config.layers[1].moe
+    assert (spec.n_experts, spec.n_used, spec.width) == (4, 2, 32)
+    assert (spec.gate, spec.renormalize, spec.scale) == (gate, renormalize, 1.0)
+    changes = {"expert_gating_func": 2, "expert_weights_norm": not renormalize, "expert_weights_scale": 2.5}
+    spec = build(arch, changes).config.layers[1].moe
+    assert (spec.gate, spec.renormalize, spec.scale) == ("sigmoid", not renormalize, 2.5)
+    spec = (
+        build(arch, {"expert_gating_func": 3, "expert_group_count": 1, "expert_weights_scale": 0.0})
+        .config.layers[0]
+        .moe
+    )
+    assert (spec.gate, spec.renormalize, spec.scale) == ("softmax", True, 1.0)
 
 
 def test_gemma3_needs_its_window():

@@ -17,9 +17,12 @@ FAMILIES = {
     "mistral3": ("mistral3", "Mistral3"),
     "phi3": ("phi3", "Phi3"),
     "qwen2": ("qwen2", "Qwen2"),
+    "qwen2moe": ("qwen2", "Qwen2"),
     "qwen2vl": ("qwen2", "Qwen2VL"),
     "qwen3": ("qwen3", "Qwen3"),
+    "qwen3moe": ("qwen3", "Qwen3"),
     "qwen3vl": ("qwen3", "Qwen3VL"),
+    "qwen3vlmoe": ("qwen3", "Qwen3VL"),
     "smollm3": ("smollm3", "SmolLM3"),
 }
 

@@ -13,7 +13,7 @@ import copy
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class PackedTensor:
     shape: tuple[int, ...]
     qtype: int
     data: Tensor
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return _without_ones(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
 class TensorSource(ABC):
@@ -87,7 +91,7 @@ class TensorSource(ABC):
 
     def get(self, name: str, *shape: int) -> PackedTensor:
         """The tensor, packed as it is held and not copied. Raises GGUFError if it is missing or its shape is not
-        `shape`."""
+        `shape`. Leading dimensions of 1 do not matter: ggml drops them when it writes a file."""
         full = self.prefix + name
         self._asked.add(full)
         tensor = self._fetch(full, shape)
@@ -95,9 +99,11 @@ class TensorSource(ABC):
             raise GGUFError(
                 f"{self.origin}: tensor {quote(full)} is missing, wanted with shape {list(shape)}{self._hint(full)}"
             )
-        if tensor.shape != shape:
+        if tensor.shape == shape:
+            return tensor
+        if _without_ones(tensor.shape) != _without_ones(shape):
             raise GGUFError(f"{self.origin}: tensor {quote(full)} has shape {list(tensor.shape)}, wanted {list(shape)}")
-        return tensor
+        return replace(tensor, shape=shape, data=tensor.data.reshape(*shape[:-1], -1))
 
     def f32(self, name: str, *shape: int) -> Tensor:
         """A norm weight, bias or other small tensor as float32 of `shape`: a view of F32 data, F16 and BF16
@@ -112,6 +118,10 @@ class TensorSource(ABC):
                 f"{self.origin}: tensor {quote(tensor.name)} has type {kind}, wanted F32, F16 or BF16"
             )
         return tensor.data.view(dtype).reshape(shape).float()
+
+    def leave(self) -> None:
+        """Take all tensors of this scope as dealt with: the caller knows them and does without."""
+        self._asked.update(name for name in self.names() if name.startswith(self.prefix))
 
     def unasked(self) -> list[str]:
         """Full names within this scope that were never asked for, in the source's order."""

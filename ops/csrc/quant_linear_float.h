@@ -22,7 +22,8 @@ inline void quant_linear_float(const Kernels& k, const Tensor& x, const Tensor& 
                    y.mutable_data_ptr<float>(),
                    N,
                    M,
-                   K};
+                   K,
+                   nullptr};
   std::optional<Tensor> rounded;
   if (native && qtype != types::F32) {
     rounded = torch::stable::empty_like(x);
