@@ -330,7 +330,7 @@ def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = N
 def read_delta(md: Metadata, n_layers: int) -> list[DeltaSpec | None]:
     """Read the `ssm.*` keys of md's architecture: the spec of each recurrent layer, None for one with attention."""
     a = md.arch
-    every = a.int("full_attention_interval", 4, min=1)
+    every = a.int("full_attention_interval", 4, min=1, max=MAX_LAYERS)
     by_interval = tuple((i + 1) % every != 0 for i in range(n_layers))
     recurrent = a.bools("attention.recurrent_layers", by_interval, length=n_layers)
     k_heads = a.int("ssm.group_count", min=1, max=MAX_WIDTH)
