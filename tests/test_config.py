@@ -37,7 +37,15 @@ MORE = {
     "qwen2moe": MOE | {"expert_shared_feed_forward_length": 48},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
     "qwen3moe": MOE,
+    "qwen3next": MOE | DELTA | {"expert_shared_feed_forward_length": 48},
     "qwen35": DELTA | {"rope.dimension_sections": [2, 1, 1, 0], "rope.dimension_count": 8},
+    "qwen35moe": MOE
+    | DELTA
+    | {
+        "expert_shared_feed_forward_length": 48,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "rope.dimension_count": 8,
+    },
     "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
     "qwen3vlmoe": MOE | {"rope.dimension_sections": [4, 2, 2, 0]},
 }
@@ -69,10 +77,11 @@ def test_a_good_file_builds(arch):
         assert model(torch.arange(9).unsqueeze(0)).logits.isfinite().all()
 
 
+OPTIONAL = ("attention.head_count_kv", "rope.freq_base", "vocab_size", "feed_forward_length")
 BAD = [
     *((key, value) for key in GOOD for value in (-1, "text", float("nan"), [1, 2, 3])),
     *((key, 0) for key in GOOD if key not in ("rope.freq_base", "attention.layer_norm_rms_epsilon")),
-    *((key, None) for key in GOOD if key not in ("attention.head_count_kv", "rope.freq_base", "vocab_size")),
+    *((key, None) for key in GOOD if key not in OPTIONAL),
     *((key, 2**63) for key in GOOD if key != "attention.layer_norm_rms_epsilon" and key != "rope.freq_base"),
     ("block_count", 10**9),
     ("attention.head_count", 3),
@@ -114,6 +123,8 @@ EXPERTS = [arch for arch in FAMILIES if "expert_count" in MORE.get(arch, {})]
 def test_experts_that_a_family_does_not_have_are_refused(arch):
     with pytest.raises(dl.DasllamaError, match="expert_"):
         build(arch, {"expert_count": 4})
+    with pytest.raises(dl.GGUFError, match="feed_forward_length"):
+        build(arch, {"feed_forward_length": None})
 
 
 @pytest.mark.parametrize("arch", EXPERTS)
@@ -134,11 +145,17 @@ def test_bad_experts_are_refused_by_name(arch, key, value):
 
 @pytest.mark.parametrize(
     ("arch", "gate", "renormalize"),
-    [("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True)],
+    [
+        ("qwen2moe", "softmax", False),
+        ("qwen3moe", "softmax", True),
+        ("qwen3next", "softmax", True),
+        ("qwen3vlmoe", "softmax", True),
+        ("qwen35moe", "softmax", True),
+    ],
 )
 def test_routing(arch, gate, renormalize):
     """A family's own routing where no key speaks of it, and what keys can change."""
-    spec = build(arch, {}).config.layers[1].moe
+    spec = build(arch, {"feed_forward_length": None}).config.layers[1].moe
     assert (spec.n_experts, spec.n_used, spec.width) == (4, 2, 32)
     assert (spec.gate, spec.renormalize, spec.scale) == (gate, renormalize, 1.0)
     changes = {"expert_gating_func": 2, "expert_weights_norm": not renormalize, "expert_weights_scale": 2.5}
@@ -240,7 +257,7 @@ def test_smollm3_layers():
     assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2 + [False]
 
 
-@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3", "qwen35"})
+@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3", "qwen3next", "qwen35", "qwen35moe"})
 def test_partial_rotation_is_refused_where_no_model_has_it(arch):
     with pytest.raises(dl.UnsupportedModel, match="rope.dimension_count"):
         build(arch, {"rope.dimension_count": 8})

