@@ -16,7 +16,9 @@ import dasllama_torch as dl
 from dasllama_torch.modules.linear import Packed
 
 PLUS_ONE = ("gemma2", "gemma3")  # files hold these norms' weights with the one that transformers adds
-M_ROPE = ("qwen2vl", "qwen3vl")
+M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+WATCHED = ("_proj", "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "experts", "shared_expert")
+ROUTERS = ("mlp.gate", "router")
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
@@ -29,9 +31,30 @@ def pair(request, oracle):
     if request.param.startswith(PLUS_ONE):
         weights = {name: value - 1 for name, value in weights.items()}  # all of these are norms
     weights |= {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, Packed)}
+    weights = fused_experts(weights, interleaved="gpt-oss" in request.param)
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
     return model, hf, request.param
+
+
+def fused_experts(weights, interleaved):
+    """Stacks of experts as transformers has them: gate and up in one parameter, input-major and in turns in gpt-oss."""
+    fused = {}
+    for name, value in weights.items():
+        place, dot, leaf = name.partition(".experts.")
+        if not dot:
+            fused[name] = value
+            continue
+        stack, kind = leaf.split(".")
+        if stack == "up_proj":
+            continue
+        if stack == "gate_proj":
+            stack, both = "gate_up_proj", [value, weights[f"{place}.experts.up_proj.{kind}"]]
+            value = torch.stack(both, 2).flatten(1, 2) if interleaved else torch.cat(both, 1)
+        if interleaved and kind == "weight":
+            value = value.transpose(1, 2)
+        fused[f"{place}.experts.{stack}" + ("_bias" if kind == "bias" else "")] = value
+    return fused
 
 
 def assert_close(found, wanted, tolerance=FP32_LOGITS):
@@ -79,10 +102,11 @@ def test_module_outputs(pair):
 
     def watch(root, side):
         for name, module in root.named_modules():
-            if name.endswith(("_proj", "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn")):
+            if name.endswith(WATCHED + ROUTERS):
 
                 def keep(m, args, out, key=(side, name)):
-                    seen[key] = out[0] if isinstance(out, tuple) else out
+                    # routers give logits, weights and ids
+                    seen[key] = out[key[1].endswith(ROUTERS)] if isinstance(out, tuple) else out
 
                 yield module.register_forward_hook(keep)
 
@@ -91,7 +115,7 @@ def test_module_outputs(pair):
     model(x), hf(input_ids=x)
     for hook in hooks:
         hook.remove()
-    names = {name for _, name in seen}
+    names = {name for side, name in seen if side == "hf"}
     assert len(names) > 15
     for name in names:
         found, wanted = seen["ours", name], seen["hf", name]
