@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.errors import GGUFError, UnsupportedModel
-from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.reader import ModelFile
 from dasllama_torch.gguf.values import quote
 from dasllama_torch.ops.ggml_types import BF16, F16, F32, GGML_TYPES
 
@@ -134,9 +134,9 @@ class TensorSource(ABC):
 
 
 class GGUFSource(TensorSource):
-    """The tensors of a GGUF file, as views of where it holds them."""
+    """The tensors of a file, as views of where it holds them."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: ModelFile):
         super().__init__(str(file.path))
         self._tensors = file.tensors
 
