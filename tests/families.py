@@ -25,6 +25,7 @@ TINY = {
     "gpt-oss_untruncated": 1,
     "gemma2": 1,
     "gemma2_27b": 1,
+    "qwen35": 3,
     "gemma3": 1,
     "gemma4": 1,
     "gemma4_moe": 1,

@@ -18,10 +18,14 @@ from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.source import GGUFSource
 from dasllama_torch.modules.linear import Packed
 
-PLUS_ONE = ("gemma2", "gemma3")  # files hold these norms' weights with the one that transformers adds
-M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
-WATCHED = ("_proj", "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "experts", "shared_expert")
+PLUS_ONE = ("gemma2", "gemma3", "qwen35")  # files hold these norms' weights with the one that transformers adds
+M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35")
+PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b")
 ROUTERS = ("mlp.gate", "router")
+WATCHED = (
+    *PROJECTIONS, *ROUTERS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn", "experts",
+    "shared_expert",
+)  # fmt: skip
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
@@ -38,9 +42,12 @@ def pair(request, oracle):
 
 def hf_weights(model, plus_one=False, interleaved=False):
     """The weights of our model as transformers has them. interleaved: gate and up of experts take turns (gpt-oss)."""
-    weights = {name: value for name, value in model.state_dict().items() if not name.endswith("qweight")}
+    left_out = ("qweight", "linear_attn.decay")
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith(left_out)}
     if plus_one:
-        weights = {name: value - 1 for name, value in weights.items()}  # all of these are norms
+        plain = ("linear_attn.norm.weight", "linear_attn.conv1d.weight", "gate.weight", "dt_bias")
+        weights = {name: value if name.endswith(plain) else value - 1 for name, value in weights.items()}
+    weights |= {f"{name}.A_log": m.A_log for name, m in model.named_modules() if hasattr(m, "A_log")}
     weights |= {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, Packed)}
     return fused_experts(weights, interleaved)
 
@@ -87,17 +94,18 @@ def test_padding(pair, side):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = positions.expand(3, -1, -1) if name in M_ROPE else positions
     wanted = hf(input_ids=x, attention_mask=mask, position_ids=given).logits[mask.bool()]
-    assert_close(model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()], wanted)
+    found = model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    assert_close(found, wanted, FP32_LOGITS * TINY[name])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pair", M_ROPE, indirect=True)
 def test_positions_of_several_axes(pair):
-    model, hf, _ = pair
+    model, hf, name = pair
     positions = torch.randint(0, 90, (3, 2, 41), generator=torch.Generator().manual_seed(1))
     x = ids(2, 41)
     wanted = hf(input_ids=x, position_ids=positions).logits
-    assert_close(model(x, position_ids=positions).logits, wanted)
+    assert_close(model(x, position_ids=positions).logits, wanted, FP32_LOGITS * TINY[name])
     text = torch.arange(41).expand(3, 2, 41)
     assert (wanted - hf(input_ids=x, position_ids=text).logits).abs().max() > 0.1 * wanted.std()
 
@@ -105,12 +113,12 @@ def test_positions_of_several_axes(pair):
 @torch.no_grad()
 def test_module_outputs(pair):
     """Hooks by the same path see the same tensors."""
-    model, hf, _ = pair
+    model, hf, case = pair
     seen = {}
 
     def watch(root, side):
         for name, module in root.named_modules():
-            if name.endswith(WATCHED + ROUTERS):
+            if name.endswith(WATCHED):
 
                 def keep(m, args, out, key=(side, name)):
                     # routers give logits, weights and ids
@@ -129,7 +137,8 @@ def test_module_outputs(pair):
         found, wanted = seen["ours", name], seen["hf", name]
         if wanted.dim() == 4 and wanted.shape != found.shape:
             wanted = wanted.transpose(1, 2)  # heads before tokens
-        assert_close(found.view(wanted.shape), wanted)  # what is beside experts sees rows without a batch
+        # What is beside experts, and the norm of a delta net's heads, sees rows without a batch there.
+        assert_close(found.view(wanted.shape), wanted, FP32_LOGITS * TINY[case])
 
 
 @torch.no_grad()
@@ -151,7 +160,7 @@ def test_a_window_of_phi3(oracle):
 
 def test_gradients(pair):
     """d loss / d embeddings, by a hook on the embedding table, equals transformers'."""
-    model, hf, _ = pair
+    model, hf, case = pair
     x = ids(2, 17)
     target = torch.randn(2, 17, 256, generator=torch.Generator().manual_seed(3))
     gradients = []
@@ -163,4 +172,4 @@ def test_gradients(pair):
         loss = (root(input_ids=x).logits * target).sum()
         hook.remove()
         gradients.append(torch.autograd.grad(loss, embeds[0])[0])
-    assert_close(*gradients, tolerance=GRADIENT)
+    assert_close(*gradients, tolerance=GRADIENT * TINY[case])
