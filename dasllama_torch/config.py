@@ -22,13 +22,14 @@ MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any mod
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies below `low` rotations are interpolated, above `high`
-    kept.
+    kept. truncate: the ends of the ramp between them are rounded outward to whole pairs of dims.
     """
 
     factor: float
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +85,10 @@ class RopeSpec:
             turns = self.yarn.original_context / (rotations * 2 * math.pi)
             return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
-        low = max(math.floor(dim_of(self.yarn.beta_fast)), 0)
-        high = min(math.ceil(dim_of(self.yarn.beta_slow)), self.dim - 1)
+        low, high = dim_of(self.yarn.beta_fast), dim_of(self.yarn.beta_slow)
+        if self.yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
         span = (high - low) or 0.001
         kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
         return 1.0 / (self.yarn.factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
@@ -248,9 +251,10 @@ class Geometry:
         return LayerSpec(**{**shared, "head_dim": self.head_dim, **more})
 
 
-def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
+def read_geometry(md: Metadata, w: TensorSource, *, experts_only: bool = False) -> Geometry:
     """Read the shared keys of md's architecture; the vocabulary's size is the number of rows of `token_embd`.
 
+    experts_only: if a file of the family has experts, all layers have, and it may lack the width of another FFN.
     Raises GGUFError for a missing or impossible value, UnsupportedModel for a feature that no family here has.
     """
     a = md.arch
@@ -268,7 +272,7 @@ def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
     found = a.int("vocab_size", n_vocab, min=1)
     if found != n_vocab:
         raise UnsupportedModel(f"{md.origin}: vocab_size is {found}, and the embedding table has {n_vocab} rows")
-    no_ffn = (0,) * n_layers if "expert_count" in a else REQUIRED  # where all layers have experts, some files omit it
+    no_ffn = (0,) * n_layers if experts_only and "expert_count" in a else REQUIRED
     return Geometry(
         n_layers=n_layers,
         n_ctx=a.int("context_length", min=1, max=MAX_CONTEXT),
@@ -407,5 +411,5 @@ def leave_nextn(md: Metadata, w: TensorSource, n_layers: int) -> int:
     for i in range(n_layers - n_nextn, n_layers):
         w.layer(i).leave()
     if n_nextn:
-        warnings.warn(f"{md.origin}: {n_nextn} NextN block(s) for drafting tokens are not used yet", stacklevel=2)
+        warnings.warn(f"{md.origin}: {n_nextn} NextN block(s) for drafting tokens are not used yet", stacklevel=5)
     return n_layers - n_nextn

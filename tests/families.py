@@ -20,6 +20,9 @@ TINY = {
     "mistral3_yarn": 1,
     "phi3": 1,
     "phi3_longrope": 1,
+    "glm4moe": 1,
+    "gpt-oss": 1,
+    "gpt-oss_untruncated": 1,
     "gemma2": 1,
     "gemma2_27b": 1,
     "qwen3next": 3,
@@ -27,5 +30,6 @@ TINY = {
     "qwen35moe": 3,
     "gemma3": 1,
     "gemma4": 1,
+    "gemma4_moe": 1,
     "gemma4_e": 1,
 }

@@ -41,7 +41,7 @@ IGNORED: dict[str, str] = {}
 class Qwen35Config(DecoderConfig):
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen35Config":
-        g = read_geometry(md, w)
+        g = read_geometry(md, w, experts_only=True)
         dim = read_rotary_dim(md, g.head_dim)
         rope = replace(read_rope(md, dim), axes=read_axes(md, dim, interleaved=True))
         deltas, moe = read_delta(md, g.n_layers), read_moe(md, renormalize=True, shared=True)

@@ -36,7 +36,7 @@ IGNORED: dict[str, str] = {}
 class Qwen3NextConfig(DecoderConfig):
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen3NextConfig":
-        g = read_geometry(md, w)
+        g = read_geometry(md, w, experts_only=True)
         rope = read_rope(md, read_rotary_dim(md, g.head_dim))
         deltas, moe = read_delta(md, g.n_layers), read_moe(md, renormalize=True, shared=True)
         n_layers = leave_nextn(md, w, g.n_layers)
