@@ -1,0 +1,33 @@
+"""add, mul and copy as ops of ours: what a recorded program runs where model code says `x + y`, `x * y` or
+`.contiguous()`. Their results are those of torch to the bit."""
+
+import torch
+from torch import Tensor
+
+from dasllama_torch.ops.registry import define, refuse_gradient
+
+
+def _fake_binary(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(torch.broadcast_shapes(a.shape, b.shape))
+
+
+@define(fake=_fake_binary)
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, f32, of shapes that broadcast."""
+    return a + b
+
+
+@define(fake=_fake_binary)
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """a * b, f32, of shapes that broadcast."""
+    return a * b
+
+
+@define(fake=lambda x: x.new_empty(x.shape))
+def copy(x: Tensor) -> Tensor:
+    """x f32 -> the same, contiguous."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+for _op in (add, mul, copy):
+    refuse_gradient(_op, "use torch's own")
