@@ -4,6 +4,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
+from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
-from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.reader import GGUFFile, ModelFile
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
 from dasllama_torch.memory import has_huge_pages, physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -42,6 +44,8 @@ def load_model(
 ) -> CausalLM:
     """Read a GGUF file (or any member of a shard set) into a module graph whose weights stay packed.
 
+    A path that ends in .bin is a llama2.c checkpoint, which has no vocabulary.
+
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
     device: "cpu", the only one that has kernels so far.
@@ -57,7 +61,7 @@ def load_model(
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
     if torch.device(device).type != "cpu":
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
-    file = GGUFFile(path)
+    file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
     requantized = mode in ("q8", "q4_0")  # these read each tensor once
     if mmap is False or (mmap is None and not requantized and _fits(file)):
         _read_tensors(file, progress)
@@ -68,11 +72,11 @@ def load_model(
     return build_model(file.metadata, source, strict=strict)
 
 
-def _fits(file: GGUFFile) -> bool:
+def _fits(file: ModelFile) -> bool:
     return has_huge_pages() and file.nbytes <= physical_memory() // 2
 
 
-def _read_tensors(file: GGUFFile, progress: bool) -> None:
+def _read_tensors(file: ModelFile, progress: bool) -> None:
     if not progress or file.nbytes < QUICK_BYTES:
         file.read_tensors()
         return

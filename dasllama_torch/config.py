@@ -5,6 +5,7 @@ anew.
 """
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -111,11 +112,29 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec:
+    """A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): n_used of n_experts FFNs of `width` per token.
+
+    gate, renormalize, scale: how logits become weights, see ops/moe_router.py; gate is "softmax" or "sigmoid".
+    shared_width: of an FFN that every token goes through as well; 0: there is none.
+    """
+
+    n_experts: int
+    n_used: int
+    width: int
+    gate: str
+    renormalize: bool
+    scale: float = 1.0
+    shared_width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One decoder layer. window: keys seen, self included; 0 means all. rope None: no positional encoding.
 
     kv_source: an earlier layer whose keys and values this one reads, having none of its own.
     delta: a recurrent layer, which has no attention; the heads are then those of the others.
+    moe: experts in place of one FFN of ffn_width.
     """
 
     n_heads: int
@@ -126,6 +145,7 @@ class LayerSpec:
     window: int = 0
     kv_source: int | None = None
     delta: DeltaSpec | None = None
+    moe: MoESpec | None = None
 
     @property
     def cache(self) -> "CacheSpec | StateSpec | None":
@@ -319,3 +339,48 @@ def read_axes(md: Metadata, dim: int, interleaved: bool) -> tuple[int, ...]:
     if not interleaved:
         return tuple(axis for axis, n in enumerate(sections) for _ in range(n))
     return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(dim // 2))
+
+
+_GATES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama.cpp's numbers; 3 is the softmax of the chosen logits
+
+
+def read_moe(md: Metadata, *, gate: str = "softmax", renormalize: bool, shared: bool = False) -> MoESpec | None:
+    """Read the `expert_*` keys of md's architecture; None without `expert_count`.
+
+    gate, renormalize: what the family does where no key says otherwise. shared: whether it knows a shared expert; if it
+    does not, keys of one stay unread and are refused. Raises UnsupportedModel for experts in groups.
+    """
+    a = md.arch
+    n_experts = a.int("expert_count", 0, min=0, max=MAX_WIDTH)
+    if not n_experts:
+        return None
+    a.expect("expert_group_count", 0, 1)
+    a.expect("expert_group_used_count", 0, 1)
+    a.expect("expert_gating_func", *_GATES)
+    func = a.int("expert_gating_func", 0)
+    width = a.int("expert_feed_forward_length", min=1, max=MAX_WIDTH)
+    shared_width = 0
+    if shared:
+        count = a.int("expert_shared_count", 0, min=0, max=MAX_WIDTH)
+        shared_width = a.int("expert_shared_feed_forward_length", count * width, min=0, max=MAX_WIDTH)
+    return MoESpec(
+        n_experts=n_experts,
+        n_used=a.int("expert_used_count", min=1, max=n_experts),
+        width=width,
+        gate=_GATES.get(func, gate),
+        renormalize=a.bool("expert_weights_norm", renormalize) or func == 3,
+        scale=a.float("expert_weights_scale", 1.0, min=0.0) or 1.0,  # a file may say 0 for none
+        shared_width=shared_width,
+    )
+
+
+def leave_nextn(md: Metadata, w: TensorSource, n_layers: int) -> int:
+    """How many of n_layers blocks remain without those at the end that predict further tokens (NextN, DeepSeek-V3,
+    arXiv:2412.19437): these are left in the file, with a warning.
+    """
+    n_nextn = md.arch.int("nextn_predict_layers", 0, min=0, max=n_layers - 1)
+    for i in range(n_layers - n_nextn, n_layers):
+        w.layer(i).leave()
+    if n_nextn:
+        warnings.warn(f"{md.origin}: {n_nextn} NextN block(s) for drafting tokens are not used yet", stacklevel=2)
+    return n_layers - n_nextn

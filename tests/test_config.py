@@ -19,12 +19,22 @@ GOOD = {
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 10000.0, "vocab_size": 300,
 }  # fmt: skip
+MOE = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 # What a family needs besides.
 MORE = {
     "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {"attention.sliding_window": 8},
+    "gemma4": {
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [True, False],
+        "attention.key_length_swa": 8,
+        "attention.key_length": 16,
+    },
+    "qwen2moe": MOE | {"expert_shared_feed_forward_length": 48},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen3moe": MOE,
     "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
+    "qwen3vlmoe": MOE | {"rope.dimension_sections": [4, 2, 2, 0]},
 }
 N_VOCAB = 300
 
@@ -36,7 +46,7 @@ class Source(RandomSource):
         return N_VOCAB
 
 
-def build(arch, changes, **options):
+def build(arch, changes, optional=(), **options):
     keys = GOOD | MORE.get(arch, {})
     values = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in keys.items()}
     for key, value in changes.items():
@@ -44,7 +54,7 @@ def build(arch, changes, **options):
             values.pop(f"{arch}.{key}", None)
         else:
             values[f"{arch}.{key}"] = value
-    return dl.build_model(Metadata(values, "made.gguf"), Source(0), **options)
+    return dl.build_model(Metadata(values, "made.gguf"), Source(0, optional=optional), **options)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -77,7 +87,7 @@ BAD = [
     ("rope.scaling.factor", 0.0),
     ("vocab_size", N_VOCAB + 1),
     ("vocab_size", N_VOCAB - 1),
-    ("expert_count", 8),
+    ("expert_count", -1),
     ("a_key_of_tomorrow", 1),
 ]
 
@@ -90,6 +100,51 @@ def test_bad_values_are_refused_by_name(arch, key, value):
     text = str(caught.value)
     assert "made.gguf" in text
     assert "\n" not in text
+
+
+EXPERTS = [arch for arch in FAMILIES if "expert_count" in MORE.get(arch, {})]
+
+
+@pytest.mark.parametrize("arch", [arch for arch in FAMILIES if arch not in EXPERTS])
+def test_experts_that_a_family_does_not_have_are_refused(arch):
+    with pytest.raises(dl.DasllamaError, match="expert_"):
+        build(arch, {"expert_count": 4})
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in MOE for value in ("text", float("nan"), [1, 2, 3], -1, 2**63)),
+        ("expert_used_count", 0), ("expert_used_count", 5), ("expert_used_count", None),
+        ("expert_feed_forward_length", 0), ("expert_feed_forward_length", None), ("expert_group_count", 2),
+        ("expert_group_used_count", 2), ("expert_gating_func", 0), ("expert_gating_func", 4),
+        ("expert_weights_scale", -1.0), ("expert_weights_scale", float("inf")), ("expert_weights_norm", 1),
+    ],
+)  # fmt: skip
+def test_bad_experts_are_refused_by_name(arch, key, value):
+    with pytest.raises(dl.DasllamaError, match=key):
+        build(arch, {key: value})
+
+
+@pytest.mark.parametrize(
+    ("arch", "gate", "renormalize"),
+    [("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True)],
+)
+def test_routing(arch, gate, renormalize):
+    """A family's own routing where no key speaks of it, and what keys can change."""
+    spec = build(arch, {}).config.layers[1].moe
+    assert (spec.n_experts, spec.n_used, spec.width) == (4, 2, 32)
+    assert (spec.gate, spec.renormalize, spec.scale) == (gate, renormalize, 1.0)
+    changes = {"expert_gating_func": 2, "expert_weights_norm": not renormalize, "expert_weights_scale": 2.5}
+    spec = build(arch, changes).config.layers[1].moe
+    assert (spec.gate, spec.renormalize, spec.scale) == ("sigmoid", not renormalize, 2.5)
+    spec = (
+        build(arch, {"expert_gating_func": 3, "expert_group_count": 1, "expert_weights_scale": 0.0})
+        .config.layers[0]
+        .moe
+    )
+    assert (spec.gate, spec.renormalize, spec.scale) == ("softmax", True, 1.0)
 
 
 def test_gemma3_needs_its_window():
@@ -120,6 +175,59 @@ def test_gemma2_layers():
 def test_gemma2_27b_scales_queries_by_the_share_of_a_head():
     cfg = build("gemma2", {"block_count": 46, "attention.key_length": 32, "feed_forward_length": 8}).config
     assert cfg.query_scale == 16**-0.5
+
+
+GEMMA4 = {"block_count": 6, "attention.sliding_window_pattern": [True, True, False] * 2}
+
+
+def test_gemma4_layers():
+    model = build("gemma4", GEMMA4 | {"attention.shared_kv_layers": 3, "feed_forward_length": [96] * 3 + [192] * 3})
+    layers = model.config.layers
+    assert [layer.window for layer in layers] == [8, 8, 0] * 2
+    assert [layer.head_dim for layer in layers] == [8, 8, 16] * 2
+    assert [layer.kv_source for layer in layers] == [None, None, None, 1, 1, 2]
+    assert [layer.ffn_width for layer in layers] == [96, 96, 96, 192, 192, 192]
+    assert [layer.cache is None for layer in layers] == [False] * 3 + [True] * 3
+    assert [layer.rope.theta for layer in layers] == [1e4, 1e4, 1e4] * 2
+    assert model.model.layers[3].self_attn.attn.source == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention.sliding_window_pattern": [True] * 5}, "sliding_window_pattern"),
+        ({"attention.sliding_window_pattern": None}, "sliding_window_pattern"),
+        ({"attention.key_length_swa": 7}, "head size 7"),
+        ({"attention.key_length_swa": None}, "key_length_swa"),
+        ({"attention.value_length_swa": 16}, "value_length_swa"),
+        ({"rope.dimension_count_swa": 4}, "dimension_count_swa"),
+        ({"attention.shared_kv_layers": 6}, "shared_kv_layers"),
+        ({"attention.shared_kv_layers": 4}, "layer 2 shares keys, and no layer before 2 is alike"),
+        ({"attention.shared_kv_layers": 1, "attention.head_count_kv": [2] * 5 + [1]}, "layer 5 shares keys"),
+        ({"embedding_length_per_layer_input": -1}, "per_layer_input"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        ({"expert_count": 4}, "expert_count"),
+    ],
+)
+def test_gemma4_refusals(changes, named):
+    with pytest.raises(dl.DasllamaError, match=named):
+        build("gemma4", GEMMA4 | changes)
+
+
+def test_gemma4_takes_v_from_k_in_global_layers_only():
+    model = build("gemma4", {}, optional=())
+    assert [layer.self_attn.v_proj is None for layer in model.model.layers] == [False, True]
+    model = build("gemma4", {}, optional=["blk.*.attn_v.weight"])
+    assert [layer.self_attn.v_proj is None for layer in model.model.layers] == [False, False]
+
+
+def test_gemma4_tables_of_layers_need_ids():
+    model = build("gemma4", {"embedding_length_per_layer_input": 4})
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+        with pytest.raises(ValueError, match="wanted input_ids"):
+            model(inputs_embeds=model.model.embed_tokens(ids))
 
 
 def test_smollm3_layers():

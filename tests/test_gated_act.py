@@ -1,24 +1,29 @@
 """Gated activations against float64 formulas and transformers' activation functions."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tolerances import ACTIVATION, ACTIVATION_TAIL
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from dasllama_torch import ops
 from dasllama_torch.ops import registry
-from dasllama_torch.ops.gated_act import GELU_TANH, SILU, gated_act, gated_act_backward
+from dasllama_torch.ops.gated_act import GELU_TANH, SIGMOID, SILU, SWIGLU_OAI, gated_act, gated_act_backward
 
-ACTS = [SILU, GELU_TANH]
+ACTS = [SILU, GELU_TANH, SIGMOID, SWIGLU_OAI]
 
 
-def exact(gate: torch.Tensor, act: int) -> torch.Tensor:
-    """The activation in float64, in a form that does not cancel."""
-    x = gate.double()
-    z = x if act == SILU else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-    return x / (1 + torch.exp(-z))
+def exact(gate: torch.Tensor, up: torch.Tensor, act: int) -> torch.Tensor:
+    """act(gate) * up in float64, in a form that does not cancel."""
+    x, up = gate.double(), up.double()
+    if act == SWIGLU_OAI:
+        x, up = x.clamp(max=7), up.clamp(-7, 7) + 1
+    z = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3) if act == GELU_TANH else x
+    z = 1.702 * x if act == SWIGLU_OAI else z
+    return (1 if act == SIGMOID else x) / (1 + torch.exp(-z)) * up
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> None:
@@ -33,19 +38,25 @@ def test_accuracy_over_the_whole_range(act, isa):
     ops.reset_report()
     found = gated_act(gate, up, act)
     assert ops.report() == {"gated_act": {f"cpu/{isa}": 1}}
-    assert_near(found, exact(gate, act) * up.double(), (gate * up).abs())
+    assert_near(found, exact(gate, up, act), (gate * (up.abs() + (act == SWIGLU_OAI))).abs())
+
+
+def of_transformers(gate: torch.Tensor, up: torch.Tensor, act: int) -> torch.Tensor:
+    if act == SWIGLU_OAI:
+        experts = SimpleNamespace(alpha=1.702, limit=7.0)
+        return GptOssExperts._apply_gate(experts, torch.stack([gate, up], -1).flatten(-2))
+    return ACT2FN[{SILU: "silu", GELU_TANH: "gelu_pytorch_tanh", SIGMOID: "sigmoid"}[act]](gate) * up
 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_agrees_with_transformers_and_the_reference(act, isa):
-    gate, up = torch.randn(3, 5, 70) * 4, torch.randn(3, 5, 70)
-    name = "silu" if act == SILU else "gelu_pytorch_tanh"
-    wanted = ACT2FN[name](gate) * up
+    gate, up = torch.randn(3, 5, 70) * 4, torch.randn(3, 5, 70) * 4
+    wanted = of_transformers(gate, up, act)
     for found in (gated_act(gate, up, act), gated_act.reference(gate, up, act)):
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)  # torch's own form cancels below zero
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", [SILU, GELU_TANH])
 def test_extremes(act, isa):
     inf, nan = float("inf"), float("nan")
     gate = torch.tensor([inf, 1e30, 3e38, -3e38, -1e30, -200.0, -0.0, 0.0, nan, 1e-40])
@@ -57,6 +68,30 @@ def test_extremes(act, isa):
     grads = gated_act_backward(torch.ones(10), gate, torch.ones(10), act)
     assert grads[0][1:8].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.5]
     assert grads[0][8].isnan()
+
+
+def test_extremes_of_the_sigmoid(isa):
+    gate = torch.tensor([float("inf"), 3e38, 200.0, 0.0, -0.0, -200.0, -3e38, -float("inf"), float("nan")])
+    found = gated_act(gate, torch.full((9,), 3.0), SIGMOID)
+    slopes, _ = gated_act_backward(torch.ones(9), gate, torch.ones(9), SIGMOID)
+    assert found[:8].tolist() == [3.0, 3.0, 3.0, 1.5, 1.5, 0.0, 0.0, 0.0]
+    assert slopes[:8].tolist() == [0.0, 0.0, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0]
+    assert found[8].isnan()
+    assert slopes[8].isnan()
+
+
+def test_clamped_swiglu(isa):
+    """The gate is clamped above, `up` on both sides, then 1 is added; beyond a clamp there is no gradient."""
+    inf, nan = float("inf"), float("nan")
+    gate = torch.tensor([1.0, 10, 10, -10, 7, inf, 1, 1, nan, 1])
+    up = torch.tensor([0.0, 10, -10, 1, 7, 0, inf, -inf, 0, nan])
+    found = gated_act(gate, up, SWIGLU_OAI)
+    wanted = torch.tensor([0.845796, 55.9996, -41.9997, -8.1e-7, 55.9996, 6.99995, 6.76637, -5.07478])
+    torch.testing.assert_close(found[:8], wanted, rtol=1e-5, atol=1e-8)
+    assert found[8:].isnan().all()
+    to_gate, to_up = gated_act_backward(torch.ones(10), gate, up, SWIGLU_OAI)
+    assert (to_gate[:8] != 0).tolist() == [True, False, False, True, True, False, True, True]
+    assert (to_up[:8] != 0).tolist() == [True, False, False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -101,9 +136,9 @@ def test_halves_are_computed_in_f32_and_rounded_once(dtype, isa):
 
 @pytest.mark.parametrize("act", ACTS)
 def test_gradients(act, isa):
-    gate, up, grad = torch.randn(7, 45) * 3, torch.randn(7, 45), torch.randn(7, 45)
+    gate, up, grad = torch.randn(7, 45) * 4, torch.randn(7, 45) * 4, torch.randn(7, 45)
     g64, u64 = gate.double().requires_grad_(), up.double().requires_grad_()
-    (exact(g64, act) * u64).backward(grad.double())
+    exact(g64, u64, act).backward(grad.double())
     g32, u32 = gate.clone().requires_grad_(), up.clone().requires_grad_()
     gated_act(g32, u32, act).backward(grad)
     # act' passes through zero, where its error is that of its terms.
@@ -127,8 +162,8 @@ def test_results_do_not_depend_on_threads(threads):
 
 def test_errors():
     x = torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match=r"gated_act: act must be 0 \(SiLU\) or 1 \(tanh-GELU\), found 2"):
-        gated_act(x, x, 2)
+    with pytest.raises(RuntimeError, match=r"gated_act: act must be 0 .*, found 4"):
+        gated_act(x, x, 4)
     with pytest.raises(
         RuntimeError, match="gated_act: up must have gate's shape, found size 3 of dimension 0, wanted 2"
     ):

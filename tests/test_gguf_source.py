@@ -118,10 +118,22 @@ def test_missing_tensors(source):
 
 
 def test_wrong_shapes(source):
-    for shape in ((32, 8), (8, 33), (256,), (1, 8, 32), ()):
+    for shape in ((32, 8), (8, 33), (256,), (1, 256), (8, 1, 32), ()):
         with pytest.raises(GGUFError) as caught:
             source.layer(0).get("attn_q.weight", *shape)
         assert f"tensor 'blk.0.attn_q.weight' has shape [8, 32], wanted {list(shape)}" in str(caught.value)
+
+
+def test_leading_ones_do_not_matter(source, floats):
+    found = source.get("blk.0.attn_norm.weight", 1, 32)
+    assert (found.shape, found.data.shape) == ((1, 32), (1, 128))
+    assert torch.equal(source.f32("blk.0.attn_norm.weight", 1, 32), floats["blk.0.attn_norm.weight"].unsqueeze(0))
+    assert source.get("blk.0.attn_q.weight", 1, 8, 32).data.shape == (1, 8, 128)
+
+
+def test_leave(source):
+    source.layer(0).leave()
+    assert source.unasked() == ["token_embd.weight", "blk.1.attn_norm.weight", "output_norm.weight"]
 
 
 def test_a_file_is_neither_copied_nor_complained_about(tmp_path):

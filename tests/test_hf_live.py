@@ -13,6 +13,7 @@ from test_module_paths import hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
+from dasllama_torch.modules.linear import Packed
 
 PLUS_ONE = ("gemma2", "gemma3")  # files hold these norms' weights with the one that transformers adds
 M_ROPE = ("qwen2vl", "qwen3vl")
@@ -24,12 +25,10 @@ def pair(request, oracle):
     path = oracle / "tiny" / f"{request.param}.gguf"
     model = dl.load_model(path, mode="fp32")
     hf = hf_model(json.loads(path.with_suffix(".json").read_text()), device="cpu").eval().float()
-    weights = {}
-    for name, module in model.named_modules():
-        for kind in ("weight", "bias"):
-            if (value := getattr(module, kind, None)) is not None:
-                one = request.param.startswith(PLUS_ONE) and name.endswith("norm")
-                weights[f"{name}.{kind}"] = value - 1 if one else value
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith("qweight")}
+    if request.param.startswith(PLUS_ONE):
+        weights = {name: value - 1 for name, value in weights.items()}  # all of these are norms
+    weights |= {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, Packed)}
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
     return model, hf, request.param

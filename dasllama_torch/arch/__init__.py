@@ -12,13 +12,17 @@ from dasllama_torch.modules.causal_lm import CausalLM
 FAMILIES = {
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
+    "gemma4": ("gemma4", "Gemma4"),
     "llama": ("llama", "Llama"),
     "mistral3": ("mistral3", "Mistral3"),
     "phi3": ("phi3", "Phi3"),
     "qwen2": ("qwen2", "Qwen2"),
+    "qwen2moe": ("qwen2", "Qwen2"),
     "qwen2vl": ("qwen2", "Qwen2VL"),
     "qwen3": ("qwen3", "Qwen3"),
+    "qwen3moe": ("qwen3", "Qwen3"),
     "qwen3vl": ("qwen3", "Qwen3VL"),
+    "qwen3vlmoe": ("qwen3", "Qwen3VL"),
     "smollm3": ("smollm3", "SmolLM3"),
 }
 

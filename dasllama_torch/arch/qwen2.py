@@ -1,13 +1,14 @@
-"""Qwen2 and Qwen2.5: the llama shape with biases on q, k and v and half-split rotary pairs in the file; and the text
-decoder of Qwen2-VL and Qwen2.5-VL, whose positions have three axes.
-Source: Qwen2 technical report, arXiv:2407.10671, Qwen2-VL, arXiv:2409.12191; GGUF archs `qwen2`, `qwen2vl`.
+"""Qwen2 and Qwen2.5: the llama shape with biases on q, k and v and half-split rotary pairs in the file, or with experts
+in the FFN's place, one of them shared; and the text decoder of Qwen2-VL and Qwen2.5-VL, whose positions have three
+axes.
+Source: Qwen2 technical report, arXiv:2407.10671, Qwen2-VL, arXiv:2409.12191; GGUF archs `qwen2`, `qwen2moe`, `qwen2vl`.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -16,6 +17,7 @@ from dasllama_torch.modules.causal_lm import CausalLM, ConditionalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
 from dasllama_torch.modules.linear import Linear
+from dasllama_torch.modules.moe import SharedExpertMoeBlock
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.step import Step
@@ -30,7 +32,8 @@ class Qwen2Config(DecoderConfig):
         g = read_geometry(md, w)
         md.arch.expect("attention.sliding_window", 0)
         rope = read_rope(md, g.head_dim)
-        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
+        moe = read_moe(md, renormalize=False, shared=True)
+        return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,8 @@ class Qwen2DecoderLayer(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Qwen2Attention(cfg, w, layer)
-        self.mlp = GatedMLP(w, cfg.n_embd, cfg.layers[layer].ffn_width, "silu")
+        spec, C = cfg.layers[layer], cfg.n_embd
+        self.mlp = SharedExpertMoeBlock(w, C, spec.moe) if spec.moe else GatedMLP(w, C, spec.ffn_width, "silu")
         self.input_layernorm = RMSNorm(w, "attn_norm", cfg.n_embd, cfg.norm_eps)
         self.post_attention_layernorm = RMSNorm(w, "ffn_norm", cfg.n_embd, cfg.norm_eps)
 

@@ -1,13 +1,14 @@
-"""Qwen3: grouped-query attention with a norm on every head of q and k before the rotation, SwiGLU, pre-norm; and the
-text decoder of Qwen3-VL, whose positions have three axes.
-Source: Qwen3 technical report, arXiv:2505.09388, Qwen3-VL, arXiv:2511.21631; GGUF archs `qwen3`, `qwen3vl`.
+"""Qwen3: grouped-query attention with a norm on every head of q and k before the rotation, SwiGLU or experts of it,
+pre-norm; and the text decoder of Qwen3-VL, whose positions have three axes.
+Source: Qwen3 technical report, arXiv:2505.09388, Qwen3-VL, arXiv:2511.21631; GGUF archs `qwen3`, `qwen3moe`, `qwen3vl`,
+`qwen3vlmoe`.
 T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -16,11 +17,15 @@ from dasllama_torch.modules.causal_lm import CausalLM, ConditionalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
 from dasllama_torch.modules.linear import Linear
+from dasllama_torch.modules.moe import SparseMoeBlock
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.step import Step
 
-IGNORED = {"qwen3vl.n_deepstack_layers": "how many layers add features of images; text has none"}
+IGNORED = {
+    f"{arch}.n_deepstack_layers": "how many layers add features of images; text has none"
+    for arch in ("qwen3vl", "qwen3vlmoe")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,8 @@ class Qwen3Config(DecoderConfig):
         g = read_geometry(md, w)
         md.arch.expect("attention.sliding_window", 0)
         rope = read_rope(md, g.head_dim)
-        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
+        moe = read_moe(md, renormalize=True)
+        return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,8 @@ class Qwen3VLConfig(DecoderConfig):
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen3VLConfig":
         g = read_geometry(md, w)
         rope = replace(read_rope(md, g.head_dim), axes=read_axes(md, g.head_dim, interleaved=True))
-        return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
+        moe = read_moe(md, renormalize=True)
+        return cls.build(md, g, (g.layer(i, rope=rope, moe=moe) for i in range(g.n_layers)))
 
 
 class Qwen3Attention(Module):
@@ -69,7 +76,8 @@ class Qwen3DecoderLayer(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Qwen3Attention(cfg, w, layer)
-        self.mlp = GatedMLP(w, cfg.n_embd, cfg.layers[layer].ffn_width, "silu")
+        spec, C = cfg.layers[layer], cfg.n_embd
+        self.mlp = SparseMoeBlock(w, C, spec.moe) if spec.moe else GatedMLP(w, C, spec.ffn_width, "silu")
         self.input_layernorm = RMSNorm(w, "attn_norm", cfg.n_embd, cfg.norm_eps)
         self.post_attention_layernorm = RMSNorm(w, "ffn_norm", cfg.n_embd, cfg.norm_eps)
 

@@ -69,13 +69,39 @@ class Part:
     tensors: list[GGUFTensor]
 
 
-class GGUFFile:
+class ModelFile:
+    """What is read of a model's file: `path` as given, `paths` of all files in order, `nbytes` of them together,
+    `metadata`, and `tensors`, name -> GGUFTensor in file order.
+
+    The mappings live as long as any tensor's data does.
+    """
+
+    path: Path
+    paths: list[Path]
+    nbytes: int
+    metadata: Metadata
+    tensors: dict[str, GGUFTensor]
+
+    def read_tensors(self, done: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Read the data of all tensors into memory, in huge pages where there are any, instead of mapping it.
+
+        Mapped data costs no time to load and is shared between processes, but lies in small pages, which are slow to
+        read for who reads all of it for every token. Tensors that were taken out before stay mapped. done: called with
+        the bytes read since the last call. Raises GGUFError if the files are no longer what they were.
+        """
+        for path in self.paths:
+            held = {name: tensor for name, tensor in self.tensors.items() if tensor.path == path}
+            if held:
+                self.tensors.update(_read_tensors(path, held, done))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
+
+
+class GGUFFile(ModelFile):
     """A GGUF model: one file, or a set of shards opened from any of its members.
 
-    path: as given. paths: all files, in order. version, alignment: of the first. nbytes: of all files together.
-    metadata: `Metadata` of the first file. tensors: name -> GGUFTensor, in file order.
-
-    The mappings live as long as any tensor's data does. Raises GGUFError.
+    version, alignment, metadata: of the first file. Raises GGUFError.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -95,25 +121,10 @@ class GGUFFile:
                     raise GGUFError(f"{part.path}: tensor {quote(tensor.name)} appears twice in the model, wanted once")
                 self.tensors[tensor.name] = tensor
 
-    def read_tensors(self, done: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Read the data of all tensors into memory, in huge pages where there are any, instead of mapping it.
-
-        Mapped data costs no time to load and is shared between processes, but lies in small pages, which are slow to
-        read for who reads all of it for every token. Tensors that were taken out before stay mapped. done: called with
-        the bytes read since the last call. Raises GGUFError if the files are no longer what they were.
-        """
-        for path in self.paths:
-            held = {name: tensor for name, tensor in self.tensors.items() if tensor.path == path}
-            if held:
-                self.tensors.update(_read_tensors(path, held, done))
-
-    def __repr__(self) -> str:
-        return f"GGUFFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
-
 
 def read_part(path: Path) -> Part:
     """Parse one file without looking at its siblings."""
-    buffer = _map(path)
+    buffer = map_file(path)
     cursor = Cursor(buffer, path)
     version = _version(cursor)
     n_tensors = cursor.u64("the number of tensors")
@@ -134,7 +145,7 @@ def read_part(path: Path) -> Part:
     return Part(path, version, alignment, len(buffer), values, tensors)
 
 
-def _map(path: Path) -> np.ndarray:
+def map_file(path: Path) -> np.ndarray:
     """The file as uint8 [size]. The mapping is copy-on-write: torch refuses to promise that it never writes to an
     array and warns about read-only ones, so the array must be writable; a write would go to a private page and never
     to the file."""

@@ -13,13 +13,13 @@ import copy
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dasllama_torch.errors import GGUFError, UnsupportedModel
-from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.reader import ModelFile
 from dasllama_torch.gguf.values import quote
 from dasllama_torch.ops.ggml_types import BF16, F16, F32, GGML_TYPES
 
@@ -37,6 +37,10 @@ class PackedTensor:
     shape: tuple[int, ...]
     qtype: int
     data: Tensor
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return _without_ones(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
 class TensorSource(ABC):
@@ -87,7 +91,7 @@ class TensorSource(ABC):
 
     def get(self, name: str, *shape: int) -> PackedTensor:
         """The tensor, packed as it is held and not copied. Raises GGUFError if it is missing or its shape is not
-        `shape`."""
+        `shape`. Leading dimensions of 1 do not matter: ggml drops them when it writes a file."""
         full = self.prefix + name
         self._asked.add(full)
         tensor = self._fetch(full, shape)
@@ -95,9 +99,11 @@ class TensorSource(ABC):
             raise GGUFError(
                 f"{self.origin}: tensor {quote(full)} is missing, wanted with shape {list(shape)}{self._hint(full)}"
             )
-        if tensor.shape != shape:
+        if tensor.shape == shape:
+            return tensor
+        if _without_ones(tensor.shape) != _without_ones(shape):
             raise GGUFError(f"{self.origin}: tensor {quote(full)} has shape {list(tensor.shape)}, wanted {list(shape)}")
-        return tensor
+        return replace(tensor, shape=shape, data=tensor.data.reshape(*shape[:-1], -1))
 
     def f32(self, name: str, *shape: int) -> Tensor:
         """A norm weight, bias or other small tensor as float32 of `shape`: a view of F32 data, F16 and BF16
@@ -113,6 +119,10 @@ class TensorSource(ABC):
             )
         return tensor.data.view(dtype).reshape(shape).float()
 
+    def leave(self) -> None:
+        """Take all tensors of this scope as dealt with: the caller knows them and does without."""
+        self._asked.update(name for name in self.names() if name.startswith(self.prefix))
+
     def unasked(self) -> list[str]:
         """Full names within this scope that were never asked for, in the source's order."""
         return [name for name in self.names() if name.startswith(self.prefix) and name not in self._asked]
@@ -124,9 +134,9 @@ class TensorSource(ABC):
 
 
 class GGUFSource(TensorSource):
-    """The tensors of a GGUF file, as views of where it holds them."""
+    """The tensors of a file, as views of where it holds them."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: ModelFile):
         super().__init__(str(file.path))
         self._tensors = file.tensors
 

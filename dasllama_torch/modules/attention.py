@@ -15,7 +15,7 @@ class PagedAttention(Module):
     q [..., H, D], k and v [..., G, D] of this forward's rows -> [..., H, D]. Query head h reads kv head h // (H / G).
     window: keys seen, self included; 0: all. softcap: bound of the scores, see ops/paged_attention.py; 0: none.
     source: a layer before this one whose keys and values are read; k and v are then None, and nothing is written.
-    is_source: later layers read those of this one.
+    is_source: later layers read those of this one. sinks: f32 [H], see there too; None: none.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class PagedAttention(Module):
         self.layer, self.scale, self.window, self.softcap = layer, scale, window, softcap
         self.source, self.is_source = layer if source is None else source, is_source
 
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
             if k is None:
@@ -40,7 +40,7 @@ class PagedAttention(Module):
                 step.kv[self.layer] = k, v
             return attention(
                 q, k, v, step.row_seq, step.row_pos, step.row_end, step.row_seq, step.row_pos,
-                self.scale, self.window, self.softcap, None,
+                self.scale, self.window, self.softcap, sinks,
             )  # fmt: skip
         cache = step.cache[self.source]
         table = step.tables[cache.group]
@@ -48,7 +48,7 @@ class PagedAttention(Module):
             kv_write(k, v, cache.k, cache.v, table.slots)
         return paged_attention(
             q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, step.row_end,
-            self.scale, self.window, self.softcap, None,
+            self.scale, self.window, self.softcap, sinks,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -5,19 +5,22 @@ from torch import Tensor
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.linear import Linear
-from dasllama_torch.ops.gated_act import GELU_TANH, SILU, gated_act
+from dasllama_torch.ops.gated_act import GELU_TANH, SILU, SWIGLU_OAI, gated_act
 
-ACTS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+ACTS = {"silu": SILU, "gelu_tanh": GELU_TANH, "swiglu_oai": SWIGLU_OAI}
 
 
 class GatedMLP(Module):
-    """down(act(gate(x)) * up(x)). act: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), Shazeer 2020, arXiv:2002.05202."""
+    """down(act(gate(x)) * up(x)). act: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), Shazeer 2020, arXiv:2002.05202.
 
-    def __init__(self, w: TensorSource, n_embd: int, width: int, act: str):
+    suffix: of the tensors' names, "_shexp" for a shared expert.
+    """
+
+    def __init__(self, w: TensorSource, n_embd: int, width: int, act: str, suffix: str = ""):
         super().__init__()
-        self.gate_proj = Linear(w, "ffn_gate", width, n_embd)
-        self.up_proj = Linear(w, "ffn_up", width, n_embd)
-        self.down_proj = Linear(w, "ffn_down", n_embd, width)
+        self.gate_proj = Linear(w, f"ffn_gate{suffix}", width, n_embd)
+        self.up_proj = Linear(w, f"ffn_up{suffix}", width, n_embd)
+        self.down_proj = Linear(w, f"ffn_down{suffix}", n_embd, width)
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:

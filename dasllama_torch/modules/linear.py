@@ -12,27 +12,29 @@ from dasllama_torch.ops.quant_linear import quant_linear
 
 
 class Packed(Module):
-    """A matrix [N, K] in a ggml type.
+    """A matrix [N, K] in a ggml type, or a stack of them [E, N, K].
 
-    qweight: uint8 [N, row_bytes], a view of the source's data where possible. qtype: ggml type id. gguf_name: its name
-    there.
+    qweight: uint8 [..., N, row_bytes], a view of the source's data where possible. qtype: ggml type id. gguf_name: its
+    name there.
     """
 
-    def __init__(self, w: TensorSource, name: str, n: int, k: int):
+    def __init__(self, w: TensorSource, name: str, *shape: int):
         super().__init__()
-        tensor = w.get(f"{name}.weight", n, k)
+        tensor = w.get(f"{name}.weight", *shape)
         self.register_buffer("qweight", tensor.data)
         self.qtype = tensor.qtype
         self.gguf_name = tensor.name.removesuffix(".weight")
-        self.shape = (n, k)
+        self.shape = shape
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized matrix, f32 [N, K], computed on each access; writing to it changes nothing."""
+        """The dequantized weight, f32 of `shape`, computed on each access; writing to it changes nothing."""
         return dequantize(self.qweight, self.qtype)
 
     def extra_repr(self) -> str:
-        return f"{self.shape[1]} -> {self.shape[0]}, {ggml_types.GGML_TYPES[self.qtype].name}, {self.gguf_name}"
+        *stack, n, k = self.shape
+        times = "".join(f"{e} x " for e in stack)
+        return f"{times}{k} -> {n}, {ggml_types.GGML_TYPES[self.qtype].name}, {self.gguf_name}"
 
 
 class Linear(Packed):
@@ -64,6 +66,23 @@ def half_split_order(n: int, heads: int) -> Tensor:
     ...).
     """
     return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
+
+
+class F32Linear(Module):
+    """A Linear whose weight is f32 whatever the load mode: for routers and gates, which are small and sensitive."""
+
+    def __init__(self, w: TensorSource, name: str, n: int, k: int, *, bias: str = "no"):
+        super().__init__()
+        self.weight = nn.Parameter(w.f32(f"{name}.weight", n, k), requires_grad=False)
+        self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if bias == "yes" else None
+        self.out_features, self.in_features = n, k
+        self.gguf_name = w.prefix + name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quant_linear(x, self.weight.view(torch.uint8), ggml_types.F32, self.bias, False)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, F32, {self.gguf_name}"
 
 
 class Embedding(Packed):

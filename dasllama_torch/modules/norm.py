@@ -22,3 +22,17 @@ class RMSNorm(Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class WeightlessRMSNorm(Module):
+    """x / rms(x) over the last dim."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, None, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

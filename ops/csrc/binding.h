@@ -46,9 +46,13 @@ inline Tensor as_dtype(const Tensor& t, ScalarType dtype) {
   return torch::stable::to(t, dtype);
 }
 
-// The tensor, or a contiguous copy. A copy is not recorded.
+// A contiguous copy of f32 (elementwise.cpp).
+Tensor copy(const Tensor& x);
+
+// The tensor, or a contiguous copy. Only copies of f32 are recorded.
 inline Tensor as_contiguous(const Tensor& t) {
   if (t.is_contiguous()) return t;
+  if (recording() && t.scalar_type() == ScalarType::Float) return copy(t);
   not_recorded("a strided tensor is copied");
   return torch::stable::contiguous(t);
 }

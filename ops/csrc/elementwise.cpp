@@ -89,11 +89,11 @@ Tensor mul(const Tensor& a, const Tensor& b) {
   return binary("mul", a, b, [](float x, float y) { return x * y; });
 }
 
+}  // namespace
+
 Tensor copy(const Tensor& x) {
   return binary("copy", x, x, [](float a, float) { return a; });
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) {
   m.impl("add", TORCH_BOX(&add));

@@ -38,7 +38,8 @@ inline int64_t attention_scratch(const AttentionArgs& a, int64_t vectors) {
          kAttentionBlock * (round16(a.D) + round16(a.Dv) + 2 * kAttentionPad);
 }
 
-// y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype.
+// y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype; row m
+// of x makes row rows[m] of y, or m where rows is null.
 struct FloatMatmul {
   const float* x;
   int64_t x_stride;
@@ -49,6 +50,7 @@ struct FloatMatmul {
   float* y;
   int64_t y_stride;
   int64_t M, K;
+  const int64_t* rows;
 };
 
 // dx[m, k] = sum over n of grad[m, n] * w[n, k]: contiguous f32, w packed rows of type qtype.
@@ -89,11 +91,23 @@ struct Kernels {
   void (*rope)(const float* x, int64_t row_stride, int64_t head_stride, const float* cosines, const float* sines,
                int64_t heads, int64_t dim, int64_t half, float* y, int64_t begin, int64_t end);
 
-  // act 0 SiLU, 1 tanh-GELU; rows [begin, end) of C elements, or for the gradient elements [begin, end).
+  // act 0 SiLU, 1 tanh-GELU, 2 sigmoid, 3 clamped SwiGLU; rows [begin, end) of C elements, or for the gradient
+  // elements [begin, end).
   void (*gated_act)(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t act, int64_t C,
                     float* y, int64_t begin, int64_t end);
   void (*gated_act_backward)(const float* grad, const float* gate, const float* up, int64_t act, float* dgate,
                              float* dup, int64_t begin, int64_t end);
+
+  // Rows [begin, end) of logits, E each -> weights and ids [k] of a row; gate 0 softmax, 1 sigmoid, bias [E] or null.
+  void (*moe_router)(const float* logits, int64_t stride, const float* bias, int64_t E, int64_t k, int64_t gate,
+                     bool renormalize, float scale, float* weights, int64_t* ids, int64_t begin, int64_t end);
+  void (*moe_router_backward)(const float* grad, const float* logits, const int64_t* ids, int64_t E, int64_t k,
+                              int64_t gate, bool renormalize, float scale, float* dlogits, int64_t begin, int64_t end);
+  // Rows [begin, end) of y [rows, k, C] and weights [rows, k] -> [rows, C].
+  void (*moe_combine)(const float* y, const float* weights, int64_t k, int64_t C, float* out, int64_t begin,
+                      int64_t end);
+  void (*moe_combine_backward)(const float* grad, const float* y, const float* weights, int64_t k, int64_t C, float* dy,
+                               float* dweights, int64_t begin, int64_t end);
 
   // y[i] = cap * tanh(x[i] / cap), and x's gradient from y; elements [begin, end).
   void (*softcap)(const float* x, float cap, float* y, int64_t begin, int64_t end);

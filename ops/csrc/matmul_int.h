@@ -27,7 +27,8 @@ struct IntActivation {
   int32_t* init;  // [M, K / G]: -bias * sums
 };
 
-// y[m, n] = x[m] . w[n] (+ bias[n]) in the order of ops/quant_linear.py; w is [N, row_bytes] of a packed type, y [M, N].
+// y[m, n] = x[m] . w[n] (+ bias[n]) in the order of ops/quant_linear.py; w is [N, row_bytes] of a packed type, y has rows
+// of N, of which row m of x makes rows[m], or m where rows is null.
 struct IntMatmul {
   IntActivation x;
   const uint8_t* w;
@@ -36,6 +37,9 @@ struct IntMatmul {
   const float* bias;  // [N] or null
   float* y;
   int64_t N, K;
+  const int64_t* rows;
+
+  float* y_row(int64_t m) const { return y + (rows ? rows[m] : m) * N; }
 };
 
 struct IntKernels {

@@ -2,6 +2,7 @@
 // to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h.
 #include <algorithm>
 
+#include "activation_scratch.h"
 #include "packed.h"
 #include "quant_linear_float.h"
 
@@ -11,30 +12,6 @@ namespace {
 constexpr int64_t kActivationBytes = int64_t{8} << 20;  // rows of x are taken in windows of about this size
 constexpr int64_t kTaskRows = 64;                       // a task has at least so many rows of x, if there are as many
 constexpr int64_t kTaskBytes = 32 << 10;                // a thread is worth waking for so many bytes of weights
-
-// Scratch for `rows` rows of x: one piece of memory, cut into the arrays of IntActivation.
-struct ActivationScratch {
-  Tensor memory;
-  IntActivation arrays;
-
-  static int64_t row_bytes(int64_t K, int group, int unit) {
-    return K + K / unit * 4 + K / 32 * 4 + K / group * (2 + 4);
-  }
-  ActivationScratch(const Tensor& like, int64_t rows, int64_t K, int group, int unit)
-      : memory(torch::stable::new_empty(like, {rows * row_bytes(K, group, unit)}, ScalarType::Byte)) {
-    uint8_t* at = memory.mutable_data_ptr<uint8_t>();
-    const auto take = [&](int64_t bytes_per_row) {
-      uint8_t* begin = at;
-      at += rows * bytes_per_row;
-      return begin;
-    };
-    arrays.q = reinterpret_cast<int8_t*>(take(K));
-    arrays.d = reinterpret_cast<float*>(take(K / unit * 4));
-    arrays.s = reinterpret_cast<float*>(take(K / 32 * 4));
-    arrays.init = reinterpret_cast<int32_t*>(take(K / group * 4));
-    arrays.sums = reinterpret_cast<int16_t*>(take(K / group * 2));
-  }
-};
 
 void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows) {
   const int64_t strips = (p.N + strip - 1) / strip;
@@ -73,7 +50,7 @@ void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const s
       parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
         k.prepare_activation(in + first * K, lattice, traits, K, arrays, begin, end);
       });
-      matmul_window(k, {arrays, w, row_bytes, qtype, b, out + first * N, N, K}, traits.strip, rows);
+      matmul_window(k, {arrays, w, row_bytes, qtype, b, out + first * N, N, K, nullptr}, traits.strip, rows);
     }
   });
 }

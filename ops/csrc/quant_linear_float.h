@@ -22,7 +22,8 @@ inline void quant_linear_float(const Tensor& x, const Tensor& qweight, int qtype
                    y.mutable_data_ptr<float>(),
                    N,
                    M,
-                   K};
+                   K,
+                   nullptr};
   std::optional<Tensor> rounded;
   const float* in = p.x;
   float* to = nullptr;

@@ -49,8 +49,10 @@ struct FloatPiece {
   bool first, last;  // whether the piece starts and ends the sum over k
   float* parked;     // lanes [row][kStrip][16] between pieces of one sum; null when there is one piece only
   const float* bias;
-  float* y;
+  float* y;  // column 0 of the piece, row 0 of all
   int64_t y_stride;
+  const int64_t* rows;  // of y; null: m, m + 1, ...
+  int64_t m;
 };
 
 // Sixteen lanes for each of MR x NR outputs over `depth` values of k, a multiple of 16; lanes[(m * lanes_stride + n) * 16]
@@ -127,7 +129,8 @@ static void float_rows(const FloatPiece<W>& p, int64_t m) {
     for (int row = 0; row < MR; row++)
       for (int i = 0; i < NR && n + i < p.columns; i++) {
         const float sum = sums[row * NR + i];
-        p.y[(m + row) * p.y_stride + n + i] = p.bias ? sum + p.bias[n + i] : sum;
+        const int64_t y_row = p.rows ? p.rows[p.m + m + row] : p.m + m + row;
+        p.y[y_row * p.y_stride + n + i] = p.bias ? sum + p.bias[n + i] : sum;
       }
   }
 }
@@ -150,7 +153,7 @@ template <class W>
 static void float_stream(const FloatMatmul& p, int64_t begin, int64_t end) {
   const int64_t w_stride = p.row_bytes / static_cast<int64_t>(sizeof(W));
   float_piece<W>({p.x, p.x_stride, reinterpret_cast<const W*>(p.w) + begin * w_stride, w_stride, end - begin, p.K, true,
-                  true, nullptr, p.bias ? p.bias + begin : nullptr, p.y + begin, p.y_stride},
+                  true, nullptr, p.bias ? p.bias + begin : nullptr, p.y + begin, p.y_stride, p.rows, 0},
                  p.M);
 }
 
@@ -182,8 +185,7 @@ static void matmul_float(const FloatMatmul& p, int64_t begin, int64_t end) {
             decode_row(p.qtype, row_at(p.w, p.row_bytes, p.K, n + i, k), depth, rows + i * kScratchStride);
         }
         float_piece<float>({p.x + m * p.x_stride + k, p.x_stride, w, f32 ? p.K : kScratchStride, columns, depth, k == 0,
-                            k + depth >= p.K, lanes, p.bias ? p.bias + n : nullptr,
-                            p.y + m * p.y_stride + n, p.y_stride},
+                            k + depth >= p.K, lanes, p.bias ? p.bias + n : nullptr, p.y + n, p.y_stride, p.rows, m},
                            std::min(kParkedRows, p.M - m));
       }
 }

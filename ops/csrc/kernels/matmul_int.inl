@@ -3,7 +3,7 @@
 
 // Lanes of weight rows n .. n + kLanes - 1, + bias, to row m of y.
 static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t n, Floats acc) {
-  float* y = p.y + m * p.N + n;
+  float* y = p.y_row(m) + n;
   if (n + kLanes <= p.N) {
     if (p.bias) acc = add(acc, load_floats(p.bias + n));
     store_floats(y, acc);

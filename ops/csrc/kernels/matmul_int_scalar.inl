@@ -59,7 +59,7 @@ static void scalar_rows(const IntMatmul& p, int64_t n_begin, int64_t n_end, int6
       const int64_t rows = m_end - first < kScalarRows ? m_end - first : kScalarRows;
       float acc[kScalarRows] = {};
       scalar_row<qtype>(p, p.w + n * p.row_bytes, first, rows, acc);
-      for (int64_t m = 0; m < rows; m++) p.y[(first + m) * p.N + n] = p.bias ? acc[m] + p.bias[n] : acc[m];
+      for (int64_t m = 0; m < rows; m++) p.y_row(first + m)[n] = p.bias ? acc[m] + p.bias[n] : acc[m];
     }
 }
 

@@ -15,6 +15,8 @@ namespace {
 #include "rms_norm.inl"
 #include "rope.inl"
 #include "gated_act.inl"
+#include "moe_router.inl"
+#include "moe_combine.inl"
 #include "softcap.inl"
 #include "kv_write.inl"
 #include "attention.inl"
@@ -42,6 +44,10 @@ using int_dot::decode_row;
     rope,                               \
     gated_act,                          \
     gated_act_backward,                 \
+    moe_router,                         \
+    moe_router_backward,                \
+    moe_combine,                        \
+    moe_combine_backward,               \
     softcap,                            \
     softcap_backward,                   \
     kv_write,                           \
