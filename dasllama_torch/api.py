@@ -116,8 +116,10 @@ def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = N
     """A new stream over the model, empty.
 
     kv_dtype: "f16" (the default) or "f32", how keys and values are kept; recurrent states are f32. n_ctx: the most
-    tokens it may hold; by default the model's own context, at most 4,096. rewind: tokens that `truncate` may take back
-    though a layer's window has passed; each keeps its keys longer. Memory is taken page by page as tokens come.
+    tokens it may hold; by default the model's own context, at most 4,096. Where a model has LongRoPE (Phi-3), its long
+    frequencies serve the sessions that may outgrow its original context, from their first token on. rewind: tokens
+    that `truncate` may take back though a layer's window has passed; each keeps its keys longer. Memory is taken page
+    by page as tokens come.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:

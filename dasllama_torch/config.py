@@ -327,6 +327,30 @@ def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = N
     return RopeSpec(dim=dim, theta=theta, yarn=yarn, attention_factor=given_factor * magnitude)
 
 
+def read_delta(md: Metadata, n_layers: int) -> list[DeltaSpec | None]:
+    """Read the `ssm.*` keys of md's architecture: the spec of each recurrent layer, None for one with attention."""
+    a = md.arch
+    every = a.int("full_attention_interval", 4, min=1, max=MAX_LAYERS)
+    by_interval = tuple((i + 1) % every != 0 for i in range(n_layers))
+    recurrent = a.bools("attention.recurrent_layers", by_interval, length=n_layers)
+    k_heads = a.int("ssm.group_count", min=1, max=MAX_WIDTH)
+    v_heads = a.int("ssm.time_step_rank", min=1, max=MAX_WIDTH)
+    inner = a.int("ssm.inner_size", min=1, max=MAX_WIDTH)
+    if v_heads % k_heads or inner % v_heads:
+        raise UnsupportedModel(
+            f"{md.origin}: ssm.time_step_rank is {v_heads}, wanted a multiple of ssm.group_count {k_heads} and a "
+            f"divisor of ssm.inner_size {inner}"
+        )
+    delta = DeltaSpec(
+        n_k_heads=k_heads,
+        n_v_heads=v_heads,
+        k_dim=a.int("ssm.state_size", min=1, max=MAX_WIDTH),
+        v_dim=inner // v_heads,
+        conv_taps=a.int("ssm.conv_kernel", min=1, max=64),
+    )
+    return [delta if is_recurrent else None for is_recurrent in recurrent]
+
+
 def read_axes(md: Metadata, dim: int, interleaved: bool) -> tuple[int, ...]:
     """`RopeSpec.axes` of M-RoPE from `rope.dimension_sections`: how many of the dim/2 frequencies turn with time,
     height and width. interleaved: the axes take turns, and time has what remains; otherwise each has a run.

@@ -42,7 +42,7 @@ class Step:
     n_seqs: S.
     cache: the pool that pages and states belong to; None: the rows attend to each other only, from empty states.
     tables: by group of the cache's layers.
-    state_slots: int64 [T], slot of the recurrent state of each row's sequence, -1 for an inert row. None without a
+    state_slots: int32 [T], slot of the recurrent state of each row's sequence, -1 for an inert row. None without a
     cache of recurrent layers.
     logit_rows: int64 [n], rows whose logits are wanted; None: all.
     row_context: int64 [T], tokens that the row's sequence may come to hold: a session's n_ctx, or without a cache the

@@ -22,6 +22,7 @@ TINY = {
     "phi3_longrope": 1,
     "gemma2": 1,
     "gemma2_27b": 1,
+    "qwen35": 3,
     "gemma3": 1,
     "gemma4": 1,
     "gemma4_e": 1,

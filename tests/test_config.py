@@ -20,6 +20,10 @@ GOOD = {
     "rope.freq_base": 10000.0, "vocab_size": 300,
 }  # fmt: skip
 MOE = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+DELTA = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32,
+    "full_attention_interval": 2,
+}  # fmt: skip
 # What a family needs besides.
 MORE = {
     "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -33,6 +37,7 @@ MORE = {
     "qwen2moe": MOE | {"expert_shared_feed_forward_length": 48},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
     "qwen3moe": MOE,
+    "qwen35": DELTA | {"rope.dimension_sections": [2, 1, 1, 0], "rope.dimension_count": 8},
     "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
     "qwen3vlmoe": MOE | {"rope.dimension_sections": [4, 2, 2, 0]},
 }
@@ -235,14 +240,14 @@ def test_smollm3_layers():
     assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2 + [False]
 
 
-@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3"})
+@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3", "qwen35"})
 def test_partial_rotation_is_refused_where_no_model_has_it(arch):
     with pytest.raises(dl.UnsupportedModel, match="rope.dimension_count"):
         build(arch, {"rope.dimension_count": 8})
 
 
 @pytest.mark.parametrize("sections", [[2, 3, 2, 0], [2, 3, 3, 1], [2, 2, 2, 2], [8, 0, 0], [-1, 5, 4, 0], None])
-@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl"])
+@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl", "qwen35"])
 def test_sections_that_do_not_fill_a_head_are_refused(arch, sections):
     with pytest.raises(dl.DasllamaError, match="rope.dimension_sections"):
         build(arch, {"rope.dimension_sections": sections})
@@ -251,6 +256,35 @@ def test_sections_that_do_not_fill_a_head_are_refused(arch, sections):
 def test_axes_of_frequencies():
     assert build("qwen2vl", {}).config.layers[0].rope.axes == (0, 0, 1, 1, 1, 2, 2, 2)
     assert build("qwen3vl", {}).config.layers[0].rope.axes == (0, 1, 2, 0, 1, 2, 0, 0)
+
+
+def test_which_layers_are_recurrent():
+    kinds = {True: "linear_attn", False: "self_attn"}
+    every = build("qwen35", {"block_count": 9, "full_attention_interval": None})
+    listed = build("qwen35", {"block_count": 3, "attention.recurrent_layers": [False, True, True]})
+    for model, wanted in ((every, [True, True, True, False] * 2 + [True]), (listed, [False, True, True])):
+        assert [layer.delta is not None for layer in model.config.layers] == wanted
+        for layer, is_recurrent in zip(model.model.layers, wanted, strict=True):
+            assert hasattr(layer, kinds[is_recurrent])
+            assert not hasattr(layer, kinds[not is_recurrent])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in DELTA for value in (0, -1, "text", 2**63)),
+        *((key, None) for key in DELTA if key != "full_attention_interval"),
+        ("ssm.time_step_rank", 3),
+        ("ssm.inner_size", 33),
+        ("ssm.conv_kernel", 65),
+        ("attention.recurrent_layers", [True]),
+        ("attention.recurrent_layers", [1, 0]),
+        ("ssm.dt_b_c_rms", True),
+    ],
+)
+def test_broken_keys_of_recurrent_layers_are_refused(key, value):
+    with pytest.raises(dl.DasllamaError, match=key):
+        build("qwen35", {key: value})
 
 
 def test_phi3_rotates_a_part_of_a_head():

@@ -13,10 +13,16 @@ from test_module_paths import hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
 import dasllama_torch as dl
+from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.source import GGUFSource
 from dasllama_torch.modules.linear import Packed
+from dasllama_torch.modules.moe import ExpertLinear, Experts
 
-PLUS_ONE = ("gemma2", "gemma3")  # files hold these norms' weights with the one that transformers adds
-M_ROPE = ("qwen2vl", "qwen3vl")
+PLUS_ONE = ("gemma2", "gemma3", "qwen35")  # files hold these norms' weights with the one that transformers adds
+M_ROPE = ("qwen2vl", "qwen3vl", "qwen35")
+PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b")
+WATCHED = (*PROJECTIONS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn")
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
@@ -25,13 +31,27 @@ def pair(request, oracle):
     path = oracle / "tiny" / f"{request.param}.gguf"
     model = dl.load_model(path, mode="fp32")
     hf = hf_model(json.loads(path.with_suffix(".json").read_text()), device="cpu").eval().float()
-    weights = {name: value for name, value in model.state_dict().items() if not name.endswith("qweight")}
-    if request.param.startswith(PLUS_ONE):
-        weights = {name: value - 1 for name, value in weights.items()}  # all of these are norms
-    weights |= {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, Packed)}
-    _, unexpected = hf.load_state_dict(weights, strict=False)
+    _, unexpected = hf.load_state_dict(hf_weights(model, request.param.startswith(PLUS_ONE)), strict=False)
     assert not unexpected
     return model, hf, request.param
+
+
+def hf_weights(model, plus_one):
+    """The weights of our model under transformers' names."""
+    left_out = ("qweight", "linear_attn.decay")
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith(left_out)}
+    if plus_one:
+        plain = ("linear_attn.norm.weight", "linear_attn.conv1d.weight", "gate.weight", "dt_bias")
+        weights = {name: value if name.endswith(plain) else value - 1 for name, value in weights.items()}
+    for name, m in model.named_modules():
+        if hasattr(m, "A_log"):
+            weights[f"{name}.A_log"] = m.A_log
+        if isinstance(m, Experts):
+            fused = m.gate_up_proj.weight if m.fused else torch.cat([m.gate_proj.weight, m.up_proj.weight], 1)
+            weights |= {f"{name}.gate_up_proj": fused, f"{name}.down_proj": m.down_proj.weight}
+        elif isinstance(m, Packed) and not isinstance(m, ExpertLinear):
+            weights[f"{name}.weight"] = m.weight
+    return weights
 
 
 def assert_close(found, wanted, tolerance=FP32_LOGITS):
@@ -56,17 +76,18 @@ def test_padding(pair, side):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = positions.expand(3, -1, -1) if name in M_ROPE else positions
     wanted = hf(input_ids=x, attention_mask=mask, position_ids=given).logits[mask.bool()]
-    assert_close(model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()], wanted)
+    found = model(x, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    assert_close(found, wanted, FP32_LOGITS * TINY[name])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pair", M_ROPE, indirect=True)
 def test_positions_of_several_axes(pair):
-    model, hf, _ = pair
+    model, hf, name = pair
     positions = torch.randint(0, 90, (3, 2, 41), generator=torch.Generator().manual_seed(1))
     x = ids(2, 41)
     wanted = hf(input_ids=x, position_ids=positions).logits
-    assert_close(model(x, position_ids=positions).logits, wanted)
+    assert_close(model(x, position_ids=positions).logits, wanted, FP32_LOGITS * TINY[name])
     text = torch.arange(41).expand(3, 2, 41)
     assert (wanted - hf(input_ids=x, position_ids=text).logits).abs().max() > 0.1 * wanted.std()
 
@@ -74,12 +95,12 @@ def test_positions_of_several_axes(pair):
 @torch.no_grad()
 def test_module_outputs(pair):
     """Hooks by the same path see the same tensors."""
-    model, hf, _ = pair
+    model, hf, case = pair
     seen = {}
 
     def watch(root, side):
         for name, module in root.named_modules():
-            if name.endswith(("_proj", "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn")):
+            if name.endswith(WATCHED):
 
                 def keep(m, args, out, key=(side, name)):
                     seen[key] = out[0] if isinstance(out, tuple) else out
@@ -91,16 +112,36 @@ def test_module_outputs(pair):
     model(x), hf(input_ids=x)
     for hook in hooks:
         hook.remove()
-    names = {name for _, name in seen}
+    names = {name for side, name in seen if side == "hf"}
     assert len(names) > 15
     for name in names:
         found, wanted = seen["ours", name], seen["hf", name]
-        assert_close(found, wanted if found.shape == wanted.shape else wanted.transpose(1, 2))
+        if wanted.dim() == 4 and wanted.shape != found.shape:
+            wanted = wanted.transpose(1, 2)  # heads before tokens
+        # What is beside experts, and the norm of a delta net's heads, sees rows without a batch there.
+        assert_close(found.view(wanted.shape), wanted, FP32_LOGITS * TINY[case])
+
+
+@torch.no_grad()
+def test_a_window_of_phi3(oracle):
+    """The golden files have none, and llama.cpp ignores the key."""
+    path = oracle / "tiny" / "phi3.gguf"
+    file, facts = GGUFFile(path), json.loads(path.with_suffix(".json").read_text())
+    facts["config"]["sliding_window"] = 9
+    source = GGUFSource(file)
+    source.native = False
+    model = dl.build_model(Metadata({**file.metadata, "phi3.attention.sliding_window": 9}), source)
+    hf = hf_model(facts, device="cpu").eval()
+    hf.load_state_dict(hf_weights(model, plus_one=False))
+    x = ids(2, 40)
+    wanted = hf(input_ids=x).logits
+    assert_close(model(x).logits, wanted)
+    assert (wanted - dl.load_model(path, mode="fp32")(x).logits).abs().max() > 0.1 * wanted.std()
 
 
 def test_gradients(pair):
     """d loss / d embeddings, by a hook on the embedding table, equals transformers'."""
-    model, hf, _ = pair
+    model, hf, case = pair
     x = ids(2, 17)
     target = torch.randn(2, 17, 256, generator=torch.Generator().manual_seed(3))
     gradients = []
@@ -112,4 +153,4 @@ def test_gradients(pair):
         loss = (root(input_ids=x).logits * target).sum()
         hook.remove()
         gradients.append(torch.autograd.grad(loss, embeds[0])[0])
-    assert_close(*gradients, tolerance=GRADIENT)
+    assert_close(*gradients, tolerance=GRADIENT * TINY[case])

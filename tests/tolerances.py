@@ -49,3 +49,10 @@ ATTENTION = 3e-6
 ATTENTION_GRADIENT = 5e-6
 # Cosine and sine of an f32 angle, rounded to f32 once and scaled.
 ROPE_TABLE = 1.3e-7
+# The gated delta rule in f32 against float64, over some hundred rows. Absolute, for values of size 1; a state of size 1
+# that hardly fades collects roundings of every row.
+DELTA_RULE = 3e-6
+# ... and its gradients, which go through as many rows. Relative to the gradient's largest magnitude.
+DELTA_RULE_GRADIENT = 1e-5
+# The decay and the correction of a gated delta rule: exp and log(1 + x), a few units in the last place. Relative.
+DELTA_GATES = 1e-6

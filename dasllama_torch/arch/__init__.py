@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen2": ("qwen2", "Qwen2"),
     "qwen2moe": ("qwen2", "Qwen2"),
     "qwen2vl": ("qwen2", "Qwen2VL"),
+    "qwen35": ("qwen35", "Qwen35"),
     "qwen3": ("qwen3", "Qwen3"),
     "qwen3moe": ("qwen3", "Qwen3"),
     "qwen3vl": ("qwen3", "Qwen3VL"),

@@ -15,7 +15,7 @@ from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
-from dasllama_torch.modules.linear import Linear
+from dasllama_torch.modules.linear import Linear, half_split_order
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import QueryTemperature, Rope
 from dasllama_torch.step import Step
@@ -52,8 +52,8 @@ class Mistral3Attention(Module):
         spec = cfg.layers[layer]
         C, H, G, D = cfg.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.head_dim = D
-        self.q_proj = Linear(w, "attn_q", H * D, C, interleaved_heads=H)
-        self.k_proj = Linear(w, "attn_k", G * D, C, interleaved_heads=G)
+        self.q_proj = Linear(w, "attn_q", H * D, C, row_order=half_split_order(H, D))
+        self.k_proj = Linear(w, "attn_k", G * D, C, row_order=half_split_order(G, D))
         self.v_proj = Linear(w, "attn_v", G * D, C)
         self.o_proj = Linear(w, "attn_output", C, H * D)
         self.rope = Rope(spec.rope)

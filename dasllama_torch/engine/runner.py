@@ -143,7 +143,7 @@ def _step(
         n_seqs=len(sequences),
         cache=pool,
         tables=tuple(map(page_table, range(len(pool.groups)))),
-        state_slots=tensor([sequences[s].state for s in row_seq]) if pool.states else None,
+        state_slots=tensor([sequences[s].state for s in row_seq], torch.int32) if pool.states else None,
         logit_rows=tensor(logit_rows),
         row_context=tensor([sessions[s].n_ctx for s in row_seq]),
         input_ids=tensor([tokens]),

@@ -40,32 +40,56 @@ class Packed(Module):
 class Linear(Packed):
     """y = x W^T + b. x [..., K] -> [..., N] in x's dtype, sums in f32.
 
-    interleaved_heads: heads of a Q or K projection whose file rows hold rotary pairs next to each other; the rows are
-    brought to half-split order at load, as whole packed rows. bias: "yes", "no" or "optional" (taken if the file has
-    one).
+    row_order, column_order: rows and columns of the file in the order that transformers has them; None: they are. Rows
+    are moved at load, as whole packed rows. Columns cannot be, within packed blocks: the input is put into the file's
+    order instead, so that a hook sees transformers'. An order that changes nothing costs nothing. bias: "yes", "no" or
+    "optional" (taken if the file has one).
     """
 
-    def __init__(self, w: TensorSource, name: str, n: int, k: int, *, bias: str = "no", interleaved_heads: int = 0):
+    def __init__(
+        self,
+        w: TensorSource,
+        name: str,
+        n: int,
+        k: int,
+        *,
+        bias: str = "no",
+        row_order: Tensor | None = None,
+        column_order: Tensor | None = None,
+    ):
         super().__init__(w, name, n, k)
         self.out_features, self.in_features = n, k
         self.native = w.native
         has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
-        if interleaved_heads:
-            order = half_split_order(n, interleaved_heads)
-            self.qweight = self.qweight[order]
+        if not is_identity(row_order):
+            self.qweight = self.qweight[row_order]
             if has_bias:
-                self.bias.data = self.bias.data[order]
+                self.bias.data = self.bias.data[row_order]
+        # Entry c: the input that the file's column c multiplies.
+        inputs = None if is_identity(column_order) else column_order.argsort()
+        self.register_buffer("file_inputs", inputs, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized matrix, f32 [N, K], computed on each access; writing to it changes nothing."""
+        return super().weight if self.file_inputs is None else super().weight[:, self.file_inputs.argsort()]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.file_inputs is not None:
+            x = x[..., self.file_inputs]
         return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
 
 
-def half_split_order(n: int, heads: int) -> Tensor:
-    """Row indices that take interleaved rotary pairs (0, 1), (2, 3), ... of each head to halves (0, 2, ...), (1, 3,
-    ...).
+def is_identity(order: Tensor | None) -> bool:
+    return order is None or torch.equal(order, torch.arange(len(order)))
+
+
+def half_split_order(heads: int, dim: int) -> Tensor:
+    """The row_order of a Q or K projection whose file holds rotary pairs (0, 1), (2, 3), ... of each head side by side:
+    they go to halves (0, 2, ...), (1, 3, ...).
     """
-    return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).reshape(-1)
+    return torch.arange(heads * dim).reshape(heads, dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
 class F32Linear(Module):

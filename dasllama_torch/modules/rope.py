@@ -49,9 +49,10 @@ class QueryTemperature(Module):
     def __init__(self, beta: float, original: int):
         super().__init__()
         self.beta, self.original = beta, original
+        self.key = f"temperature {beta} {original}"
 
     def forward(self, q: Tensor, step: Step) -> Tensor:
-        factor = step.once(repr(self), lambda: query_temperature(step.positions, self.beta, self.original))
+        factor = step.once(self.key, lambda: query_temperature(step.positions, self.beta, self.original))
         return q * factor.view(*q.shape[:-2], 1, 1)
 
     def extra_repr(self) -> str:

@@ -63,6 +63,47 @@ struct FloatMatmulBackward {
   int64_t M, N, K;
 };
 
+// Causal depthwise convolution: rows of C channels, a stride between rows of x in elements.
+struct ConvArgs {
+  const float* x;  // [T, C]
+  int64_t x_row;
+  const float* weight;  // [C, K]
+  int64_t C, K;
+  float* out;  // [T, C] contiguous
+};
+
+// Rows of H heads, with strides in elements.
+struct DeltaGatesArgs {
+  const float *a, *b;  // [T, H]
+  int64_t a_row, b_row;
+  const float *decay, *dt_bias;  // [H]
+  int64_t H;
+};
+
+// The gated delta rule: strides in elements, each head contiguous.
+struct DeltaArgs {
+  const float *q, *k, *v;  // [T, G, Dk] twice, [T, H, Dv]
+  int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+  const float *g, *beta;  // [T, H] contiguous
+  int64_t G, H, Dk, Dv;
+  float* out;  // [T, H, Dv] contiguous; not for the gradient
+};
+struct DeltaGradients {
+  float *q, *k, *v, *g, *beta;  // contiguous
+};
+constexpr int64_t kDeltaRows = 32, kDeltaColumns = 64;  // at most, of what is kept in the first-level cache
+inline int64_t delta_scratch(const DeltaArgs& a) { return (2 * kDeltaRows + kDeltaColumns) * a.Dk; }
+// Rows of a segment of the gradient's way back through n rows, and the floats that it needs.
+inline int64_t delta_segment(int64_t n) {
+  int64_t length = 1;
+  while (length * length < n) length++;
+  return length;
+}
+inline int64_t delta_backward_scratch(const DeltaArgs& a, int64_t n) {
+  const int64_t length = delta_segment(n), states = (n + length - 1) / length + length + 2;
+  return states * a.Dk * a.Dv + 3 * (a.Dk + a.Dv);
+}
+
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512vnni"
 
@@ -128,6 +169,24 @@ struct Kernels {
                                int64_t row);
   void (*attention_backward_kv)(const AttentionArgs& a, const float* grad, const float* stats, int64_t kv_head,
                                 int64_t page, int64_t start, const int32_t* rows, int64_t n, float* dk, float* dv);
+
+  // One sequence: n rows of the batch and its state [K - 1, C], which becomes that after them; channels [begin, end).
+  // scratch: K * (end - begin) floats. dz: [T, C] for the gradient's own use.
+  void (*causal_conv1d)(const ConvArgs& a, const int64_t* rows, int64_t n, float* state, int64_t begin, int64_t end,
+                        float* scratch);
+  void (*causal_conv1d_backward)(const ConvArgs& a, const float* grad, const int64_t* rows, int64_t n,
+                                 const float* state, int64_t begin, int64_t end, float* dz, float* scratch);
+
+  // Rows [begin, end); g, beta, their gradients and results [T, H] contiguous.
+  void (*delta_gates)(const DeltaGatesArgs& p, float* g, float* beta, int64_t begin, int64_t end);
+  void (*delta_gates_backward)(const DeltaGatesArgs& p, const float* dg, const float* dbeta, float* da, float* db,
+                               int64_t begin, int64_t end);
+
+  // One head of one sequence: n rows of the batch and its state [Dk, Dv], which becomes that after them.
+  void (*gated_delta_rule)(const DeltaArgs& a, const int64_t* rows, int64_t n, int64_t head, float* state,
+                           float* scratch);
+  void (*gated_delta_rule_backward)(const DeltaArgs& a, const float* grad, const int64_t* rows, int64_t n,
+                                    int64_t head, const float* state, const DeltaGradients& to, float* scratch);
 
   // Weight rows [begin, end).
   void (*matmul_float)(const FloatMatmul& p, int64_t begin, int64_t end);

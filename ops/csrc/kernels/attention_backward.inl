@@ -4,22 +4,6 @@
 // The first pass owns a row: dq, and stats m, 1 / l and delta of each head. The second owns a page of one kv head, so dk
 // and dv.
 
-static float dot(const float* a, const float* b, int64_t n) {
-  f32x16 sums = {};
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) sums = fma(load16(a + i), load16(b + i), sums);
-  if (i < n) sums = fma(load16(a + i, n - i), load16(b + i, n - i), sums);
-  return sum16(sums);
-}
-
-// y += f * x
-static void add_scaled(float f, const float* x, float* y, int64_t n) {
-  const f32x16 factor = splat16(f);
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store16(y + i, fma(factor, load16(x + i), load16(y + i)));
-  if (i < n) store16(y + i, fma(factor, load16(x + i, n - i), load16(y + i, n - i)), n - i);
-}
-
 // The capped score, and in *slope the factor from its gradient to that of q . k.
 static float score(const AttentionArgs& a, const float* q, const float* k, float* slope) {
   float s = dot(q, k, a.D) * a.scale;

@@ -23,7 +23,6 @@ static void choose_experts(const float* choice, int64_t E, int64_t k, int32_t* r
   }
 }
 
-static DASLLAMA_INLINE f32x16 logistic16(f32x16 x) { return splat16(1.0f) / (splat16(1.0f) + vexp(f32x16{} - x)); }
 static DASLLAMA_INLINE float logistic_one(float x) { return 1.0f / (1.0f + exp_one(-x)); }
 
 // exp(logits - top) into `out`, filled up with zeros to 16; the sum of them.

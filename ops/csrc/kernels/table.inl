@@ -11,6 +11,7 @@
 namespace dasllama {
 namespace {
 #include "blocks.inl"
+#include "vectors.inl"
 #include "quantize.inl"
 #include "rms_norm.inl"
 #include "rope.inl"
@@ -21,6 +22,9 @@ namespace {
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
+#include "causal_conv1d.inl"
+#include "delta_gates.inl"
+#include "gated_delta_rule.inl"
 #include "prepare_activation.inl"
 namespace int_dot {  // has vectors of its own
 #include "decode_row.inl"
@@ -56,6 +60,12 @@ using int_dot::decode_row;
     attention_finish,                   \
     attention_backward_q,               \
     attention_backward_kv,              \
+    causal_conv1d,                      \
+    causal_conv1d_backward,             \
+    delta_gates,                        \
+    delta_gates_backward,               \
+    gated_delta_rule,                   \
+    gated_delta_rule_backward,          \
     matmul_float,                       \
     matmul_float_backward,              \
     round_floats,                       \
