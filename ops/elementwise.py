@@ -1,5 +1,5 @@
-"""add, mul and copy as ops of ours: what a recorded program runs where model code says `x + y`, `x * y` or
-`.contiguous()`. Their results are those of torch to the bit."""
+"""add, mul, copy and columns as ops of ours: what a recorded program runs where model code says `x + y`, `x * y`,
+`.contiguous()` or `x[..., index]`. Their results are those of torch to the bit."""
 
 import torch
 from torch import Tensor
@@ -29,5 +29,11 @@ def copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-for _op in (add, mul, copy):
+@define(fake=lambda x, index: x.new_empty((*x.shape[:-1], len(index))))
+def columns(x: Tensor, index: Tensor) -> Tensor:
+    """x f32 [..., C], index int64 [n] of 0 to C - 1 -> x[..., index], [..., n]."""
+    return x[..., index].contiguous()
+
+
+for _op in (add, mul, copy, columns):
     refuse_gradient(_op, "use torch's own")

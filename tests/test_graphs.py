@@ -284,6 +284,14 @@ def test_sums_products_and_copies_are_those_of_torch(shapes):
         torch.library.opcheck(elementwise.copy, (a.transpose(0, 1),))
 
 
+def test_columns():
+    x, index = torch.randn(2, 3, 7), torch.tensor([6, 0, 0, 3])
+    assert torch.equal(elementwise.columns(x, index), x[..., index])
+    torch.library.opcheck(elementwise.columns, (x, index))
+    with pytest.raises(RuntimeError, match=r"index\[1\] is 7, wanted 0 to 6"):
+        elementwise.columns(x, torch.tensor([0, 7]))
+
+
 def test_elementwise_refusals():
     with pytest.raises(RuntimeError, match=r"do not go together"):
         elementwise.add(torch.zeros(3), torch.zeros(4))

@@ -103,7 +103,7 @@ class _RecordedStep:
                 PageTable(slots=full((rows,), -1, torch.int64), block_table=full((rows, blocks), -1, torch.int32))
                 for _ in groups
             ),
-            state_slots=full((rows,), -1, torch.int64) if pool.states else None,
+            state_slots=full((rows,), -1, torch.int32) if pool.states else None,
             logit_rows=None,  # all of them
             row_context=full((rows,), 0, torch.int64),
             input_ids=full((1, rows), 0, torch.int64),

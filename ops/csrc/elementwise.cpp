@@ -1,7 +1,8 @@
-// Bindings of add, mul and copy: what ops/elementwise.py says, in loops that need no instruction set of their own.
+// Bindings of add, mul, copy and columns: what ops/elementwise.py says, in loops that need no instruction set of their own.
 #include <algorithm>
 
 #include "packed.h"
+#include "views.h"
 
 namespace dasllama {
 namespace {
@@ -95,10 +96,37 @@ Tensor copy(const Tensor& x) {
   return binary("copy", x, x, [](float a, float) { return a; });
 }
 
+namespace {
+
+Tensor columns(const Tensor& x, const Tensor& index) {
+  check_operand("columns", "x", x);
+  DASLLAMA_CHECK(x.dim() >= 1 && index.is_cpu() && index.scalar_type() == ScalarType::Long && index.dim() == 1,
+                 "columns", "wanted x [..., C] and index int64 [n], found ", shape_text(x), " and ", shape_text(index));
+  const Rows in(x);
+  const Tensor chosen = as_contiguous(index);
+  const int64_t n = index.size(0);
+  Tensor y = new_like(x, x.dim() - 1, {n}, ScalarType::Float);
+  const int64_t* at = chosen.const_data_ptr<int64_t>();
+  float* out = y.mutable_data_ptr<float>();
+  perform({in.keep, chosen, y}, [=] {
+    count_call("columns", "plain");
+    for (int64_t i = 0; i < n; i++)
+      DASLLAMA_CHECK(at[i] >= 0 && at[i] < in.C, "columns", "index[", i, "] is ", at[i], ", wanted 0 to ", in.C - 1);
+    parallel(in.rows, 1 + kGrain / (n + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++)
+        for (int64_t i = 0; i < n; i++) out[r * n + i] = in.data[r * in.stride + at[i]];
+    });
+  });
+  return y;
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) {
   m.impl("add", TORCH_BOX(&add));
   m.impl("mul", TORCH_BOX(&mul));
   m.impl("copy", TORCH_BOX(&copy));
+  m.impl("columns", TORCH_BOX(&columns));
 }
 
 }  // namespace dasllama
