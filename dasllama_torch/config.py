@@ -22,13 +22,14 @@ MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any mod
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies below `low` rotations are interpolated, above `high`
-    kept.
+    kept. truncate: the ends of the ramp between them are rounded outward to whole pairs of dims.
     """
 
     factor: float
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +85,10 @@ class RopeSpec:
             turns = self.yarn.original_context / (rotations * 2 * math.pi)
             return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
-        low = max(math.floor(dim_of(self.yarn.beta_fast)), 0)
-        high = min(math.ceil(dim_of(self.yarn.beta_slow)), self.dim - 1)
+        low, high = dim_of(self.yarn.beta_fast), dim_of(self.yarn.beta_slow)
+        if self.yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
         span = (high - low) or 0.001
         kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
         return 1.0 / (self.yarn.factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
@@ -406,5 +409,5 @@ def leave_nextn(md: Metadata, w: TensorSource, n_layers: int) -> int:
     for i in range(n_layers - n_nextn, n_layers):
         w.layer(i).leave()
     if n_nextn:
-        warnings.warn(f"{md.origin}: {n_nextn} NextN block(s) for drafting tokens are not used yet", stacklevel=2)
+        warnings.warn(f"{md.origin}: {n_nextn} NextN block(s) for drafting tokens are not used yet", stacklevel=5)
     return n_layers - n_nextn

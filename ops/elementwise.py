@@ -29,9 +29,9 @@ def copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@define(fake=lambda x, index: x.new_empty((*x.shape[:-1], len(index))))
+@define(fake=lambda x, index: x.new_empty((*x.shape[:-1], *index.shape)))
 def columns(x: Tensor, index: Tensor) -> Tensor:
-    """x f32 [..., C], index int64 [n] of 0 to C - 1 -> x[..., index], [..., n]."""
+    """x f32 [..., C], index int64 [...] of 0 to C - 1 -> x[..., index], with index's shape in the place of C."""
     return x[..., index].contiguous()
 
 

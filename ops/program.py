@@ -99,7 +99,7 @@ def _ours(func, args, kwargs):
             return (elementwise.add if func is aten.add.Tensor else elementwise.mul), (a, b)
     if func is aten.index.Tensor and args[0].dtype == torch.float32:
         *leading, last = args[1]
-        if last is not None and last.dim() == 1 and len(args[1]) == args[0].dim() and leading == [None] * len(leading):
+        if last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading):
             return elementwise.columns, (args[0], last)
     if func in _MAY_COPY and args[0].dtype == torch.float32 and not args[0].is_contiguous():
         return func, (elementwise.copy(args[0]), *args[1:])

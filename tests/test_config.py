@@ -28,6 +28,8 @@ DELTA = {
 MORE = {
     "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {"attention.sliding_window": 8},
+    "glm4moe": MOE | {"expert_shared_count": 1, "leading_dense_block_count": 1},
+    "gpt-oss": MOE | {"attention.sliding_window": 8},
     "gemma4": {
         "attention.sliding_window": 8,
         "attention.sliding_window_pattern": [True, False],
@@ -134,21 +136,21 @@ def test_bad_experts_are_refused_by_name(arch, key, value):
 
 @pytest.mark.parametrize(
     ("arch", "gate", "renormalize"),
-    [("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True)],
-)
+    [
+        ("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True),
+        ("glm4moe", "sigmoid", True), ("gpt-oss", "softmax", True),
+    ],
+)  # fmt: skip
 def test_routing(arch, gate, renormalize):
     """A family's own routing where no key speaks of it, and what keys can change."""
-    spec = build(arch, {}).config.layers[1].moe
+    spec = build(arch, {}).config.layers[-1].moe
     assert (spec.n_experts, spec.n_used, spec.width) == (4, 2, 32)
     assert (spec.gate, spec.renormalize, spec.scale) == (gate, renormalize, 1.0)
     changes = {"expert_gating_func": 2, "expert_weights_norm": not renormalize, "expert_weights_scale": 2.5}
-    spec = build(arch, changes).config.layers[1].moe
+    spec = build(arch, changes).config.layers[-1].moe
     assert (spec.gate, spec.renormalize, spec.scale) == ("sigmoid", not renormalize, 2.5)
-    spec = (
-        build(arch, {"expert_gating_func": 3, "expert_group_count": 1, "expert_weights_scale": 0.0})
-        .config.layers[0]
-        .moe
-    )
+    changes = {"expert_gating_func": 3, "expert_group_count": 1, "expert_weights_scale": 0.0}
+    spec = build(arch, changes).config.layers[-1].moe
     assert (spec.gate, spec.renormalize, spec.scale) == ("softmax", True, 1.0)
 
 
@@ -211,7 +213,7 @@ def test_gemma4_layers():
         ({"attention.shared_kv_layers": 1, "attention.head_count_kv": [2] * 5 + [1]}, "layer 5 shares keys"),
         ({"embedding_length_per_layer_input": -1}, "per_layer_input"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
-        ({"expert_count": 4}, "expert_count"),
+        ({"expert_count": 4}, "expert_feed_forward_length"),
     ],
 )
 def test_gemma4_refusals(changes, named):
@@ -240,7 +242,7 @@ def test_smollm3_layers():
     assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2 + [False]
 
 
-@pytest.mark.parametrize("arch", set(FAMILIES) - {"phi3", "qwen35"})
+@pytest.mark.parametrize("arch", set(FAMILIES) - {"glm4moe", "phi3", "qwen35"})
 def test_partial_rotation_is_refused_where_no_model_has_it(arch):
     with pytest.raises(dl.UnsupportedModel, match="rope.dimension_count"):
         build(arch, {"rope.dimension_count": 8})

@@ -285,9 +285,10 @@ def test_sums_products_and_copies_are_those_of_torch(shapes):
 
 
 def test_columns():
-    x, index = torch.randn(2, 3, 7), torch.tensor([6, 0, 0, 3])
-    assert torch.equal(elementwise.columns(x, index), x[..., index])
-    torch.library.opcheck(elementwise.columns, (x, index))
+    x = torch.randn(2, 3, 7)
+    for values, index in ((x, torch.tensor([6, 0, 0, 3])), (x[0, 0], torch.tensor([[6, 0], [0, 3]]))):
+        assert torch.equal(elementwise.columns(values, index), values[..., index])
+        torch.library.opcheck(elementwise.columns, (values, index))
     with pytest.raises(RuntimeError, match=r"index\[1\] is 7, wanted 0 to 6"):
         elementwise.columns(x, torch.tensor([0, 7]))
 

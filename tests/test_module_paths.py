@@ -13,7 +13,7 @@ import dasllama_torch as dl
 # k and the outputs of attention and delta rule visible to hooks, and the stacks of experts, which transformers keeps as
 # two parameters of `experts`: `gate_up_proj` and `down_proj`.
 HF_ONLY = ("act_fn", "activation_fn", "rotary_emb", "resid_attn_dropout", "resid_mlp_dropout")
-STACKS = ("experts.gate_proj", "experts.up_proj", "experts.gate_up_proj", "experts.down_proj")
+STACKS = (".experts.gate_proj", ".experts.up_proj", ".experts.gate_up_proj", ".experts.down_proj")
 OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature", "linear_attn.delta", *STACKS)
 
 

@@ -13,6 +13,8 @@ FAMILIES = {
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
     "gemma4": ("gemma4", "Gemma4"),
+    "glm4moe": ("glm4moe", "Glm4Moe"),
+    "gpt-oss": ("gptoss", "GptOss"),
     "llama": ("llama", "Llama"),
     "mistral3": ("mistral3", "Mistral3"),
     "phi3": ("phi3", "Phi3"),

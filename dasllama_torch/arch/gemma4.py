@@ -1,15 +1,16 @@
 """Gemma 4 (text): local and global layers of different head sizes, norms on q, k and v, unscaled scores, GeGLU, norms
-before and after each part, a scalar for each layer. Global layers may take v from k; in E2B and E4B every layer has an
-embedding table of its own, and the last layers read the keys and values of earlier ones.
+before and after each part, a scalar for each layer. Global layers may take v from k; in 26B-A4B experts add to every
+layer's FFN; in E2B and E4B every layer has an embedding table of its own, and the last layers read the keys and values
+of earlier ones.
 Source: Gemma 4 (Google DeepMind 2026); GGUF arch `gemma4`.
 T tokens of the ragged batch, C embedding, P embedding of each layer's own table, L layers, H query heads, G kv heads, D
 head dim."""
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
+from dasllama_torch.config import DecoderConfig, MoESpec, read_geometry, read_moe, read_rope
 from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
@@ -18,7 +19,8 @@ from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import ACTS, GatedMLP
-from dasllama_torch.modules.linear import Embedding, Linear
+from dasllama_torch.modules.linear import Embedding, F32Linear, Linear
+from dasllama_torch.modules.moe import Experts, choose
 from dasllama_torch.modules.norm import RMSNorm, WeightlessRMSNorm
 from dasllama_torch.modules.rope import Rope
 from dasllama_torch.ops.gated_act import gated_act
@@ -38,7 +40,7 @@ class Gemma4Config(DecoderConfig):
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Gemma4Config":
         g = read_geometry(md, w)
         a = md.arch
-        a.expect("expert_count", 0)
+        moe = read_moe(md, renormalize=True)
         is_local = a.bools("attention.sliding_window_pattern", length=g.n_layers)
         window = a.int("attention.sliding_window", min=1)
         local_dim = a.int("attention.key_length_swa", min=2, max=4096)
@@ -66,8 +68,8 @@ class Gemma4Config(DecoderConfig):
 
         def layer(i: int):
             if is_local[i]:
-                return g.layer(i, rope=local, head_dim=local_dim, window=window, kv_source=source(i))
-            return g.layer(i, rope=everywhere, kv_source=source(i))
+                return g.layer(i, rope=local, head_dim=local_dim, window=window, kv_source=source(i), moe=moe)
+            return g.layer(i, rope=everywhere, kv_source=source(i), moe=moe)
 
         return cls.build(
             md,
@@ -107,10 +109,27 @@ class Gemma4Attention(Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
+class Gemma4Router(Module):
+    """x [T, C] -> logits [T, E] (transformers: their softmax), weights and ids [T, k]; it norms x on its own."""
+
+    def __init__(self, w: TensorSource, n_embd: int, spec: MoESpec, eps: float):
+        super().__init__()
+        self.spec, self.root = spec, n_embd**-0.5
+        self.norm = WeightlessRMSNorm(eps)
+        self.proj = F32Linear(w, "ffn_gate_inp", spec.n_experts, n_embd)
+        self.scale = nn.Parameter(w.f32("ffn_gate_inp.scale", n_embd), requires_grad=False)
+        self.per_expert_scale = nn.Parameter(w.f32("ffn_down_exps.scale", spec.n_experts), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.proj(self.norm(x) * self.scale * self.root)
+        weights, ids = choose(logits, self.spec)
+        return logits, weights * self.per_expert_scale[ids], ids
+
+
 class Gemma4DecoderLayer(Module):
     def __init__(self, cfg: Gemma4Config, w: TensorSource, layer: int):
         super().__init__()
-        C, P, eps = cfg.n_embd, cfg.n_embd_layer, cfg.norm_eps
+        C, P, eps, moe = cfg.n_embd, cfg.n_embd_layer, cfg.norm_eps, cfg.layers[layer].moe
         self.self_attn = Gemma4Attention(cfg, w, layer)
         self.mlp = GatedMLP(w, C, cfg.layers[layer].ffn_width, "gelu_tanh")
         self.input_layernorm = RMSNorm(w, "attn_norm", C, eps)
@@ -118,6 +137,13 @@ class Gemma4DecoderLayer(Module):
         self.pre_feedforward_layernorm = RMSNorm(w, "ffn_norm", C, eps)
         self.post_feedforward_layernorm = RMSNorm(w, "post_ffw_norm", C, eps)
         self.register_buffer("layer_scalar", w.f32("layer_output_scale.weight", 1))
+        self.has_experts = moe is not None
+        if moe:
+            self.router = Gemma4Router(w, C, moe, eps)
+            self.experts = Experts(w, C, moe, "gelu_tanh")
+            self.post_feedforward_layernorm_1 = RMSNorm(w, "post_ffw_norm_1", C, eps)
+            self.pre_feedforward_layernorm_2 = RMSNorm(w, "pre_ffw_norm_2", C, eps)
+            self.post_feedforward_layernorm_2 = RMSNorm(w, "post_ffw_norm_2", C, eps)
         if P:
             self.per_layer_input_gate = Linear(w, "inp_gate", P, C)
             self.per_layer_projection = Linear(w, "proj", C, P)
@@ -126,11 +152,20 @@ class Gemma4DecoderLayer(Module):
     def forward(self, x: Tensor, step: Step, own: Tensor | None) -> Tensor:
         """own [..., T, P]: the tokens' embeddings of this layer."""
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        if self.has_experts:
+            y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(self._routed(x))
+        x = x + self.post_feedforward_layernorm(y)
         if own is not None:
             gated = gated_act(self.per_layer_input_gate(x), own, ACTS["gelu_tanh"])
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The experts' part; the router sees x as it is."""
+        rows = x.flatten(0, -2)
+        _, weights, ids = self.router(rows)
+        return self.experts(self.pre_feedforward_layernorm_2(rows), ids, weights).view(x.shape)
 
 
 class Gemma4Decoder(Decoder):

@@ -22,6 +22,11 @@ from dasllama_torch.ops.moe_router import moe_router
 GATES = {"softmax": SOFTMAX_GATE, "sigmoid": SIGMOID_GATE}
 
 
+def choose(logits: Tensor, spec: MoESpec, selection_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights f32 and ids int64 [T, k] of the experts that logits [T, E] choose, see ops/moe_router.py."""
+    return moe_router(logits, selection_bias, spec.n_used, GATES[spec.gate], spec.renormalize, spec.scale)
+
+
 class TopKRouter(F32Linear):
     """x [T, C] -> logits f32 [T, E], weights f32 [T, k] and ids int64 [T, k] of the chosen experts, as in transformers.
 
@@ -35,11 +40,8 @@ class TopKRouter(F32Linear):
         self.register_buffer("e_score_correction_bias", chosen_by)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, spec = super().forward(x.float()), self.spec
-        weights, ids = moe_router(
-            logits, self.e_score_correction_bias, spec.n_used, GATES[spec.gate], spec.renormalize, spec.scale
-        )
-        return logits, weights, ids
+        logits = super().forward(x.float())
+        return logits, *choose(logits, self.spec, self.e_score_correction_bias)
 
     def extra_repr(self) -> str:
         s = self.spec

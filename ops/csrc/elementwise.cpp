@@ -100,12 +100,15 @@ namespace {
 
 Tensor columns(const Tensor& x, const Tensor& index) {
   check_operand("columns", "x", x);
-  DASLLAMA_CHECK(x.dim() >= 1 && index.is_cpu() && index.scalar_type() == ScalarType::Long && index.dim() == 1,
-                 "columns", "wanted x [..., C] and index int64 [n], found ", shape_text(x), " and ", shape_text(index));
+  DASLLAMA_CHECK(x.dim() >= 1 && index.is_cpu() && index.scalar_type() == ScalarType::Long, "columns",
+                 "wanted x [..., C] and index int64 on the CPU, found ", shape_text(x), " and ", shape_text(index));
   const Rows in(x);
   const Tensor chosen = as_contiguous(index);
-  const int64_t n = index.size(0);
-  Tensor y = new_like(x, x.dim() - 1, {n}, ScalarType::Float);
+  const int64_t n = index.numel();
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); d++) shape.push_back(x.size(d));
+  for (int64_t d = 0; d < index.dim(); d++) shape.push_back(index.size(d));
+  Tensor y = torch::stable::new_empty(x, shape, ScalarType::Float);
   const int64_t* at = chosen.const_data_ptr<int64_t>();
   float* out = y.mutable_data_ptr<float>();
   perform({in.keep, chosen, y}, [=] {
