@@ -8,7 +8,7 @@ heads), D head dim."""
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import (
     DecoderConfig,
@@ -23,6 +23,7 @@ from dasllama_torch.config import (
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -49,7 +50,7 @@ class Qwen35Config(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i], moe=moe) for i in range(n_layers)))
 
 
-class Qwen35Attention(nn.Module):
+class Qwen35Attention(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -88,7 +89,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         return self.mix(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x), step)
 
 
-class Qwen35DecoderLayer(nn.Module):
+class Qwen35DecoderLayer(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int, delta_net=Qwen35GatedDeltaNet):
         super().__init__()
         spec, C = cfg.layers[layer], cfg.n_embd

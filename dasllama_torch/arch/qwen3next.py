@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.arch.qwen35 import Qwen35DecoderLayer
 from dasllama_torch.config import (
@@ -23,6 +23,7 @@ from dasllama_torch.config import (
 )
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.gated_delta import GatedDeltaNet
@@ -43,7 +44,7 @@ class Qwen3NextConfig(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i], moe=moe) for i in range(n_layers)))
 
 
-class ProjectionByHead(nn.Module):
+class ProjectionByHead(Module):
     """x [..., C] -> for each key head its query, its key, the values and the gates of its value heads, side by side."""
 
     def __init__(self, w: TensorSource, n_embd: int, spec: DeltaSpec):
