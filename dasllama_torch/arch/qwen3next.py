@@ -45,42 +45,42 @@ class Qwen3NextConfig(DecoderConfig):
 
 
 class ProjectionByHead(Module):
-    """x [..., C] -> for each key head its query, its key, the values and the gates of its value heads, side by side."""
+    """x [..., C] -> for each key head its query, its key, the values and the gates of its value heads, side by side.
+
+    order: int64 [N], which of the file's rows, those of `qkv` before those of `z`, stands at each of these places.
+    """
 
     def __init__(self, w: TensorSource, n_embd: int, spec: DeltaSpec):
         super().__init__()
-        keys, values = spec.n_k_heads * spec.k_dim, spec.n_v_heads * spec.v_dim
-        self.widths, self.n_heads = [keys, keys, values], spec.n_k_heads
+        G, keys, values = spec.n_k_heads, spec.n_k_heads * spec.k_dim, spec.n_v_heads * spec.v_dim
         self.qkv = Linear(w, "attn_qkv", spec.conv_channels, n_embd)
         self.z = Linear(w, "attn_gate", values, n_embd)
+        parts = torch.arange(spec.conv_channels + values).split([keys, keys, values, values])
+        order = torch.cat([part.view(G, -1) for part in parts], 1).reshape(-1)
+        self.register_buffer("order", order, persistent=False)
 
     @property
     def weight(self) -> Tensor:
         """The matrix that transformers keeps, dequantized, f32 [N, C]."""
-        return self.by_head(self.qkv.weight.T, self.z.weight.T).T
-
-    def by_head(self, qkv: Tensor, z: Tensor) -> Tensor:
-        parts = *qkv.split(self.widths, -1), z
-        return torch.cat([part.unflatten(-1, (self.n_heads, -1)) for part in parts], -1).flatten(-2)
+        return torch.cat([self.qkv.weight, self.z.weight])[self.order]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.by_head(self.qkv(x), self.z(x))
+        return torch.cat([self.qkv(x), self.z(x)], -1)[..., self.order]
 
 
 class Qwen3NextGatedDeltaNet(GatedDeltaNet):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         spec = cfg.layers[layer].delta
         super().__init__(w, cfg.n_embd, spec, layer, cfg.norm_eps)
-        per_head = spec.n_v_heads // spec.n_k_heads * spec.v_dim
-        self.head_widths = [spec.k_dim, spec.k_dim, per_head, per_head]
         self.in_proj_qkvz = ProjectionByHead(w, cfg.n_embd, spec)
         self.in_proj_ba = Linear(w, "ssm_ba", 2 * spec.n_v_heads, cfg.n_embd)
+        self.register_buffer("parts", self.in_proj_qkvz.order.argsort(), persistent=False)  # q, k, v, z apart again
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        heads = self.in_proj_qkvz(x).unflatten(-1, (self.spec.n_k_heads, -1))  # [..., T, G, 2 Dk + 2 H / G Dv]
-        q, k, v, z = (part.flatten(-2) for part in heads.split(self.head_widths, -1))
-        b, a = (y.flatten(-2) for y in self.in_proj_ba(x).unflatten(-1, (self.spec.n_k_heads, -1)).chunk(2, -1))
-        return self.mix(torch.cat([q, k, v], -1), z, b, a, step)
+        qkvz = self.in_proj_qkvz(x)[..., self.parts]
+        qkv, z = qkvz[..., : self.spec.conv_channels], qkvz[..., self.spec.conv_channels :]
+        b, a = self.in_proj_ba(x).unflatten(-1, (self.spec.n_k_heads, -1)).chunk(2, -1)  # [..., T, G, H / G]
+        return self.mix(qkv, z, b.flatten(-2), a.flatten(-2), step)
 
 
 class Qwen3NextForCausalLM(CausalLM):
