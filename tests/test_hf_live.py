@@ -23,8 +23,8 @@ M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35")
 PROJECTIONS = ("_proj", "_proj_qkv", "_proj_z", "_proj_a", "_proj_b")
 ROUTERS = ("mlp.gate", "router")
 WATCHED = (
-    *PROJECTIONS, *ROUTERS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn", "experts",
-    "shared_expert",
+    *PROJECTIONS, *ROUTERS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn",
+    "experts", "shared_expert",
 )  # fmt: skip
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
