@@ -18,7 +18,7 @@ from dasllama_torch.errors import KernelError
 
 _LIBRARY = torch.library.Library("dasllama", "DEF")
 _REFERENCES: dict[torch._ops.OpOverload, Callable] = {}
-_reference_calls: Counter[str] = Counter()
+_python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
 
 
@@ -39,7 +39,7 @@ def define(*, fake: Callable, mutates: tuple[str, ...] = ()):
         def counted(*args, **kwargs):
             if _strict:
                 raise KernelError(f"op dasllama::{name}: no kernel serves this, and strict mode forbids the reference")
-            _reference_calls[name] += 1
+            _python_calls[name, "reference"] += 1
             return reference(*args, **kwargs)
 
         _LIBRARY.impl(name, counted, "CompositeExplicitAutograd")
@@ -97,17 +97,22 @@ def _load_library() -> ctypes.CDLL:
     return library
 
 
-_native = _load_library()
+native_library = _load_library()
+
+
+isa_epoch = 0
 
 
 def isas() -> list[str]:
     """Instruction sets whose kernels this machine can run, slowest first: a subset of scalar, avx2, avx512vnni."""
-    return _native.dasllama_isas().decode().split()
+    return native_library.dasllama_isas().decode().split()
 
 
 def set_isa(name: str | None) -> None:
     """Serve CPU ops with the kernels of one instruction set of `isas`; None picks the best. For tests."""
-    if _native.dasllama_set_isa((name or "").encode()) != 0:
+    global isa_epoch
+    isa_epoch += 1  # recorded programs hold what one instruction set made
+    if native_library.dasllama_set_isa((name or "").encode()) != 0:
         raise KernelError(f"instruction set {name!r} is not available here; available: {', '.join(isas())}")
 
 
@@ -119,22 +124,27 @@ def report() -> dict[str, dict[str, int]]:
 
     A kernel is named `<backend>/<variant>`; `reference` is the plain PyTorch formula.
     """
-    size = _native.dasllama_report(None, 0)
+    size = native_library.dasllama_report(None, 0)
     buffer = ctypes.create_string_buffer(size + 1)
-    _native.dasllama_report(buffer, size + 1)
+    native_library.dasllama_report(buffer, size + 1)
     calls: dict[str, dict[str, int]] = {}
     for line in buffer.value.decode().splitlines():
         op, kernel, count = line.split("\t")
         calls.setdefault(op, {})[kernel] = int(count)
-    for op, count in _reference_calls.items():
-        calls.setdefault(op, {})["reference"] = count
+    for (op, kernel), count in _python_calls.items():
+        calls.setdefault(op, {})[kernel] = count
     return calls
+
+
+def count_call(op: str, kernel: str) -> None:
+    """Count what Python serves for `report`."""
+    _python_calls[op, kernel] += 1
 
 
 def reset_report() -> None:
     """Set all counts of `report` to zero."""
-    _native.dasllama_reset_report()
-    _reference_calls.clear()
+    native_library.dasllama_reset_report()
+    _python_calls.clear()
 
 
 @contextlib.contextmanager

@@ -39,8 +39,9 @@ def q8_0(oracle, tmp_path_factory):
             metadata = {key: file.metadata.typed(key) for key in file.metadata}
             tensors = {}
             for tensor in file.tensors.values():
-                # As llama-quantize does, norms, routers and convolutions stay in F32.
-                keep = len(tensor.shape) < 2 or tensor.shape[-1] % 32 or tensor.qtype != ggml_types.F32
+                # As in llama-quantize, norms, biases, routers and convolutions stay in F32.
+                small = len(tensor.shape) < 2 or not tensor.name.endswith(".weight")
+                keep = small or tensor.shape[-1] % 32 or tensor.qtype != ggml_types.F32
                 if keep or "ffn_gate_inp" in tensor.name or "conv1d" in tensor.name:
                     tensors[tensor.name] = tensor.data, tensor.qtype
                 else:

@@ -304,7 +304,7 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
     seen = SimpleNamespace()
     load, create = dl.load_model, dl.create_session
 
-    def load_model(path, mode):
+    def load_model(path, mode, progress):
         seen.mode = mode
         return load(path, mode=mode)
 

@@ -5,12 +5,13 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -49,7 +50,7 @@ class Gemma2Config(DecoderConfig):
         )
 
 
-class Gemma2Attention(nn.Module):
+class Gemma2Attention(Module):
     def __init__(self, cfg: Gemma2Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -70,7 +71,7 @@ class Gemma2Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Gemma2DecoderLayer(nn.Module):
+class Gemma2DecoderLayer(Module):
     def __init__(self, cfg: Gemma2Config, w: TensorSource, layer: int):
         super().__init__()
         C, eps = cfg.n_embd, cfg.norm_eps

@@ -5,12 +5,13 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -51,7 +52,7 @@ class Gemma3Config(DecoderConfig):
         return cls.build(md, g, map(layer, range(g.n_layers)), query_scale=width**-0.5)
 
 
-class Gemma3Attention(nn.Module):
+class Gemma3Attention(Module):
     def __init__(self, cfg: Gemma3Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -74,7 +75,7 @@ class Gemma3Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Gemma3DecoderLayer(nn.Module):
+class Gemma3DecoderLayer(Module):
     def __init__(self, cfg: Gemma3Config, w: TensorSource, layer: int):
         super().__init__()
         C, eps = cfg.n_embd, cfg.norm_eps

@@ -80,7 +80,7 @@ class Gemma4Config(DecoderConfig):
         )
 
 
-class Gemma4Attention(nn.Module):
+class Gemma4Attention(Module):
     def __init__(self, cfg: Gemma4Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -126,7 +126,7 @@ class Gemma4Router(Module):
         return logits, weights * self.per_expert_scale[ids], ids
 
 
-class Gemma4DecoderLayer(nn.Module):
+class Gemma4DecoderLayer(Module):
     def __init__(self, cfg: Gemma4Config, w: TensorSource, layer: int):
         super().__init__()
         C, P, eps, moe = cfg.n_embd, cfg.n_embd_layer, cfg.norm_eps, cfg.layers[layer].moe

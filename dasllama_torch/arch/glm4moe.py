@@ -5,7 +5,7 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import (
     DecoderConfig,
@@ -19,6 +19,7 @@ from dasllama_torch.config import (
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -43,7 +44,7 @@ class Glm4MoeConfig(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, moe=moe if i >= n_dense else None) for i in range(n_layers)))
 
 
-class Glm4MoeAttention(nn.Module):
+class Glm4MoeAttention(Module):
     def __init__(self, cfg: Glm4MoeConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -70,7 +71,7 @@ class Glm4MoeAttention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Glm4MoeMoE(nn.Module):
+class Glm4MoeMoE(Module):
     def __init__(self, w: TensorSource, n_embd: int, spec: MoESpec):
         super().__init__()
         self.gate = TopKRouter(w, n_embd, spec, selection_bias=True)
@@ -83,7 +84,7 @@ class Glm4MoeMoE(nn.Module):
         return self.experts(rows, ids, weights).view(x.shape) + self.shared_experts(x)
 
 
-class Glm4MoeDecoderLayer(nn.Module):
+class Glm4MoeDecoderLayer(Module):
     def __init__(self, cfg: Glm4MoeConfig, w: TensorSource, layer: int):
         super().__init__()
         spec, C = cfg.layers[layer], cfg.n_embd

@@ -11,6 +11,7 @@ from dasllama_torch.config import DecoderConfig, MoESpec, read_geometry, read_mo
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.linear import Linear
@@ -36,7 +37,7 @@ class GptOssConfig(DecoderConfig):
         return cls.build(md, g, layers)
 
 
-class GptOssAttention(nn.Module):
+class GptOssAttention(Module):
     def __init__(self, cfg: GptOssConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -58,7 +59,7 @@ class GptOssAttention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step, self.sinks).flatten(-2))
 
 
-class GptOssMLP(nn.Module):
+class GptOssMLP(Module):
     def __init__(self, w: TensorSource, n_embd: int, spec: MoESpec):
         super().__init__()
         self.router = TopKRouter(w, n_embd, spec, bias="yes")
@@ -71,7 +72,7 @@ class GptOssMLP(nn.Module):
         return self.experts(rows, ids, weights).view(x.shape), weights
 
 
-class GptOssDecoderLayer(nn.Module):
+class GptOssDecoderLayer(Module):
     def __init__(self, cfg: GptOssConfig, w: TensorSource, layer: int):
         super().__init__()
         C = cfg.n_embd

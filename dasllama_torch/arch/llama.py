@@ -4,12 +4,13 @@ other. T tokens of the ragged batch, C embedding, H query heads, G kv heads, D h
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -33,7 +34,7 @@ class LlamaConfig(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Module):
     def __init__(self, cfg: LlamaConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -54,7 +55,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Module):
     def __init__(self, cfg: LlamaConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = LlamaAttention(cfg, w, layer)

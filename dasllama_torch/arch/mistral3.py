@@ -5,12 +5,13 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -45,7 +46,7 @@ class Mistral3Config(DecoderConfig):
         )
 
 
-class Mistral3Attention(nn.Module):
+class Mistral3Attention(Module):
     def __init__(self, cfg: Mistral3Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -70,7 +71,7 @@ class Mistral3Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Mistral3DecoderLayer(nn.Module):
+class Mistral3DecoderLayer(Module):
     def __init__(self, cfg: Mistral3Config, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Mistral3Attention(cfg, w, layer)

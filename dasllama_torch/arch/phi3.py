@@ -5,12 +5,13 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, LongRope, read_geometry, read_rope, read_rotary_dim
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import FusedGatedMLP
@@ -37,7 +38,7 @@ class Phi3Config(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, window=window) for i in range(g.n_layers)))
 
 
-class Phi3Attention(nn.Module):
+class Phi3Attention(Module):
     def __init__(self, cfg: Phi3Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -55,7 +56,7 @@ class Phi3Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Phi3DecoderLayer(nn.Module):
+class Phi3DecoderLayer(Module):
     def __init__(self, cfg: Phi3Config, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Phi3Attention(cfg, w, layer)

@@ -6,12 +6,13 @@ T tokens of the ragged batch, C embedding, H query heads, G kv heads, D head dim
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_axes, read_geometry, read_moe, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM, ConditionalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -45,7 +46,7 @@ class Qwen2VLConfig(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope) for i in range(g.n_layers)))
 
 
-class Qwen2Attention(nn.Module):
+class Qwen2Attention(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -66,7 +67,7 @@ class Qwen2Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class Qwen2DecoderLayer(nn.Module):
+class Qwen2DecoderLayer(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = Qwen2Attention(cfg, w, layer)

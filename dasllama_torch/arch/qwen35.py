@@ -14,6 +14,7 @@ from dasllama_torch.config import DecoderConfig, read_axes, read_delta, read_geo
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -39,7 +40,7 @@ class Qwen35Config(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i]) for i in range(g.n_layers)))
 
 
-class Qwen35Attention(nn.Module):
+class Qwen35Attention(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -63,7 +64,7 @@ class Qwen35Attention(nn.Module):
         return self.o_proj(gated_act(gate, y, SIGMOID).flatten(-2))
 
 
-class Qwen35GatedDeltaNet(nn.Module):
+class Qwen35GatedDeltaNet(Module):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer].delta
@@ -99,7 +100,7 @@ class Qwen35GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(y, z).flatten(-2))
 
 
-class Qwen35DecoderLayer(nn.Module):
+class Qwen35DecoderLayer(Module):
     def __init__(self, cfg: Qwen35Config, w: TensorSource, layer: int):
         super().__init__()
         self.is_recurrent = cfg.layers[layer].delta is not None

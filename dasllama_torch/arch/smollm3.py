@@ -4,12 +4,13 @@ layers. T tokens of the ragged batch, C embedding, H query heads, G kv heads, D 
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dasllama_torch.config import DecoderConfig, read_geometry, read_rope
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
@@ -33,7 +34,7 @@ class SmolLM3Config(DecoderConfig):
         return cls.build(md, g, (g.layer(i, rope=rope if (i + 1) % PERIOD else None) for i in range(g.n_layers)))
 
 
-class SmolLM3Attention(nn.Module):
+class SmolLM3Attention(Module):
     def __init__(self, cfg: SmolLM3Config, w: TensorSource, layer: int):
         super().__init__()
         spec = cfg.layers[layer]
@@ -55,7 +56,7 @@ class SmolLM3Attention(nn.Module):
         return self.o_proj(self.attn(q, k, v, step).flatten(-2))
 
 
-class SmolLM3DecoderLayer(nn.Module):
+class SmolLM3DecoderLayer(Module):
     def __init__(self, cfg: SmolLM3Config, w: TensorSource, layer: int):
         super().__init__()
         self.self_attn = SmolLM3Attention(cfg, w, layer)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dasllama_torch.engine import graphs
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
 from dasllama_torch.errors import CannotRewind, ContextFull
+from dasllama_torch.ops import registry
 from dasllama_torch.step import PageTable, Step
 
 if TYPE_CHECKING:
@@ -98,9 +100,11 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         logit_rows += range(len(tokens) - wanted, len(tokens))
         wanted_of.append(wanted)
     present = [sessions[chunk.index] for chunk in window]
-    step = _step(present, tokens, row_seq, row_pos, logit_rows)
     try:
-        rows = _forward(sessions[0].model, step).split(wanted_of)
+        rows = graphs.run(present, tokens) if len(logit_rows) == len(tokens) == len(present) else None
+        if rows is None:
+            rows = _forward(sessions[0].model, _step(present, tokens, row_seq, row_pos, logit_rows))
+        rows = rows.split(wanted_of)
     except BaseException:
         for session in present:
             session.sequence.torn = session.sequence.state >= 0
@@ -148,6 +152,7 @@ def _step(
 
 def _forward(model: "CausalLM", step: Step) -> Tensor:
     """Logits f32 [rows, V] of the rows that are wanted."""
+    registry.count_call("step", "eager")
     if not len(step.logit_rows):  # the cache is all that is wanted
         hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
         return hidden.new_empty(0, model.config.n_vocab)

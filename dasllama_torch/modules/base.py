@@ -1,18 +1,70 @@
-"""Module: nn.Module whose own tensors keep their dtype."""
+"""Module and ModuleList: torch's own, but for tensors that keep their dtype, and for an epoch that says when a recorded
+step is no longer what the modules would do."""
 
 from torch import nn
 
+_epoch = 0
 
-class Module(nn.Module):
-    """Base of the modules that hold weights.
+
+def epoch() -> int:
+    """Grows whenever anything was done to any of the package's modules that could change what a forward does: a hook
+    was added, an attribute, parameter, buffer or submodule set, tensors moved or cast.
+
+    What does not show: a tensor's own values (recorded steps read them where they lie), a hook's removal, and functions
+    replaced on a class. Source of the idea: guards as in torch.compile, reduced to one number.
+    """
+    return _epoch
+
+
+def _bump() -> None:
+    global _epoch
+    _epoch += 1
+
+
+def _bumping(name: str):
+    def method(self, *args, **kwargs):
+        _bump()
+        return getattr(nn.Module, name)(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+class Watched(nn.Module):
+    """Whatever changes a module bumps the epoch."""
+
+    def __setattr__(self, name, value):
+        _bump()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        _bump()
+        super().__delattr__(name)
+
+
+for _name in (  # these go around __setattr__
+    "add_module", "register_buffer", "register_parameter", "register_forward_hook", "register_forward_pre_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
+):  # fmt: skip
+    setattr(Watched, _name, _bumping(_name))
+
+
+class Module(Watched):
+    """Base of all modules of the package.
 
     Packed bytes, norm weights and biases keep their dtype under `.half()`, `.bfloat16()` and `.to(dtype)`: what a file
     stores in f32 is meant to stay f32. Moves to another device act as usual.
     """
 
     def _apply(self, fn, recurse=True):
+        _bump()
+
         def keep_dtype(tensor):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(keep_dtype, recurse)
+
+
+class ModuleList(Watched, nn.ModuleList):
+    """A list of modules, watched like them."""

@@ -9,6 +9,7 @@ from dasllama_torch.config import DecoderConfig
 from dasllama_torch.errors import TokenizerError
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.linear import Embedding, Linear
 from dasllama_torch.ops.softcap import softcap
 from dasllama_torch.step import Step
@@ -21,7 +22,7 @@ class CausalLMOutput:
     logits: Tensor
 
 
-class CausalLM(nn.Module):
+class CausalLM(Module):
     """`model` (the decoder stack: hidden states from ids or embeddings and a Step) and `lm_head`.
 
     config: the family's frozen config. metadata: all keys of the file. tokenizer: built from them. logit_softcap: bound
@@ -99,7 +100,7 @@ class CausalLM(nn.Module):
         return self.tokenizer
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Module):
     """The decoder stack of a model that also sees: transformers keeps it at `model.language_model`."""
 
     def __init__(self, decoder: nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dasllama_torch.config import MoESpec
 from dasllama_torch.gguf.source import TensorSource
+from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.ffn import ACTS, GatedMLP
 from dasllama_torch.modules.linear import F32Linear, Packed
 from dasllama_torch.ops.expert_linear import expert_linear
@@ -59,7 +60,7 @@ class ExpertLinear(Packed):
         return expert_linear(x, self.qweight, self.qtype, ids, self.bias, self.native)
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """x [T, C], ids and weights [T, k] -> [T, C]: the weighted sum of gated FFNs, in f32. act, bias: as in a GatedMLP
     and in its matrices.
     """
@@ -87,7 +88,7 @@ class Experts(nn.Module):
         return self.act
 
 
-class SparseMoeBlock(nn.Module):
+class SparseMoeBlock(Module):
     """x [..., C] -> [..., C]: a router and SwiGLU experts, nothing shared."""
 
     def __init__(self, w: TensorSource, n_embd: int, spec: MoESpec):

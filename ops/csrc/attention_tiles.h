@@ -48,7 +48,7 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
   }
   const int64_t tiles = static_cast<int64_t>(spans.size()), items = tiles * a.G;
   // A thread is worth waking for about 100,000 multiply-adds.
-  const int64_t useful = work / 100000 + 1, available = torch::stable::get_num_threads();
+  const int64_t useful = work / 100000 + 1, available = available_threads();
   const int64_t threads = useful < available ? useful : available;
 
   // Pieces differ in length (a causal triangle), so threads draw them one by one, the longest first.

@@ -33,38 +33,39 @@ void by_channels(const Sequences& sequences, int64_t rows, int64_t C, int64_t K,
   });
 }
 
-Tensor convolve(const Tensor& x, const Tensor& weight, Tensor& state, const int32_t* ids) {
+Tensor convolve(const char* op, const char* name, const Tensor& x, const Tensor& weight, const Tensor& state,
+                const Tensor& ids) {
   const Rows in(x);
+  const int32_t* id = ids_of(op, name, ids, in.rows);
   Tensor y = new_like(x, x.dim(), {}, ScalarType::Float);
   const ConvArgs a = {in.data, in.stride, weight.const_data_ptr<float>(), in.C, weight.size(1),
                       y.mutable_data_ptr<float>()};
-  for (int64_t t = 0; t < in.rows; t++)
-    if (ids[t] < 0) std::fill_n(a.out + t * a.C, a.C, 0.0f);
-  const Sequences sequences(ids, in.rows, state.size(0));
+  const int64_t T = in.rows, n_states = state.size(0);
   float* states = state.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  by_channels(sequences, in.rows, a.C, a.K, [&](const Sequences::One& s, int64_t begin, int64_t end, float* scratch) {
-    k.causal_conv1d(a, s.rows, s.n, states + s.state * (a.K - 1) * a.C, begin, end, scratch);
+  perform({in.keep, weight, state, ids, y}, [=] {
+    check_ids(op, name, id, T, n_states);
+    for (int64_t t = 0; t < T; t++)
+      if (id[t] < 0) std::fill_n(a.out + t * a.C, a.C, 0.0f);
+    const Kernels& k = kernels();
+    count_call(op, k.name);
+    by_channels({id, T, n_states}, T, a.C, a.K, [&](const Sequences::One& s, int64_t begin, int64_t end, float* scratch) {
+      k.causal_conv1d(a, s.rows, s.n, states + s.state * (a.K - 1) * a.C, begin, end, scratch);
+    });
   });
   return as_dtype(y, x.scalar_type());
 }
 
 Tensor causal_conv1d_update(const Tensor& x, const Tensor& weight, Tensor state, const Tensor& slots) {
   check_conv(x, weight, state);
-  const int64_t T = leading(x, x.dim() - 1);
-  DASLLAMA_CHECK_IDS("causal_conv1d_update", "slots", slots, T, state.size(0));
-  count_call("causal_conv1d_update", kernels().name);
-  return convolve(x, weight, state, slots.const_data_ptr<int32_t>());
+  return convolve("causal_conv1d_update", "slots", x, weight, state, slots);
 }
 
 std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight, const Tensor& row_seq,
                                          const Tensor& state) {
   check_conv(x, weight, state);
-  const int64_t T = leading(x, x.dim() - 1);
-  DASLLAMA_CHECK_IDS("causal_conv1d", "row_seq", row_seq, T, state.size(0));
+  not_recorded("causal_conv1d copies its states");
   Tensor next = torch::stable::clone(state);
-  count_call("causal_conv1d", kernels().name);
-  Tensor y = convolve(x, weight, next, row_seq.const_data_ptr<int32_t>());
+  Tensor y = convolve("causal_conv1d", "row_seq", x, weight, next, row_seq);
   return {y, next};
 }
 
@@ -74,13 +75,14 @@ Tensor causal_conv1d_backward(const Tensor& grad, const Tensor& x, const Tensor&
   const Rows in(x);
   DASLLAMA_CHECK(is_floating(grad) && grad.numel() == x.numel(), "causal_conv1d_backward",
                  "grad must have x's ", x.numel(), " elements, found ", grad.numel());
-  DASLLAMA_CHECK_IDS("causal_conv1d_backward", "row_seq", row_seq, in.rows, state.size(0));
+  const int32_t* ids = ids_of("causal_conv1d_backward", "row_seq", row_seq, in.rows);
+  check_ids("causal_conv1d_backward", "row_seq", ids, in.rows, state.size(0));
   const Tensor g = as_f32(grad);
   Tensor dx = torch::stable::new_zeros(g, x.sizes(), ScalarType::Float),
          dz = new_like(x, x.dim(), {}, ScalarType::Float);
   const ConvArgs a = {in.data, in.stride, weight.const_data_ptr<float>(), in.C, weight.size(1),
                       dx.mutable_data_ptr<float>()};
-  const Sequences sequences(row_seq.const_data_ptr<int32_t>(), in.rows, state.size(0));
+  const Sequences sequences(ids, in.rows, state.size(0));
   const float *g_data = g.const_data_ptr<float>(), *states = state.const_data_ptr<float>();
   float* dz_data = dz.mutable_data_ptr<float>();
   const Kernels& k = kernels();

@@ -32,10 +32,12 @@ std::tuple<Tensor, Tensor> delta_gates(const Tensor& a, const Tensor& b, const T
   const Call call(a, b, decay, dt_bias);
   Tensor g = new_like(a, a.dim(), {}, ScalarType::Float), beta = new_like(b, b.dim(), {}, ScalarType::Float);
   float *g_data = g.mutable_data_ptr<float>(), *beta_data = beta.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("delta_gates", k.name);
-  parallel(call.a.rows, 1 + 4096 / (call.a.C + 1), [&](int64_t begin, int64_t end) {
-    k.delta_gates(call.args, g_data, beta_data, begin, end);
+  perform({call.a.keep, call.b.keep, decay, dt_bias, g, beta}, [=] {
+    const Kernels& k = kernels();
+    count_call("delta_gates", k.name);
+    parallel(call.a.rows, 1 + 4096 / (call.a.C + 1), [&](int64_t begin, int64_t end) {
+      k.delta_gates(call.args, g_data, beta_data, begin, end);
+    });
   });
   return {g, beta};
 }

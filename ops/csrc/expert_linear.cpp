@@ -28,20 +28,23 @@ struct Groups {
   int64_t size(int64_t e) const { return begin[e + 1] - begin[e]; }
 };
 
-Groups grouped(const char* op, const Tensor& ids, int64_t E) {
+// ids as contiguous int32 or int64.
+Tensor checked_ids(const char* op, const Tensor& ids) {
   STD_TORCH_CHECK(ids.is_cpu() && ids.dim() >= 1 &&
                       (ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int),
                   "dasllama::", op, ": ids must be int64 or int32 [..., k] on the CPU like qweight, found ",
                   shape_text(ids));
-  const Tensor all = torch::stable::contiguous(ids);
+  return as_contiguous(ids);
+}
+
+Groups grouped(const char* op, const void* ids, bool wide, int64_t n, int64_t E) {
   const auto group = [&](const auto* id) {
-    for (int64_t i = 0; i < ids.numel(); i++)
+    for (int64_t i = 0; i < n; i++)
       STD_TORCH_CHECK(id[i] >= 0 && id[i] < E, "dasllama::", op, ": id ", static_cast<int64_t>(id[i]),
                       " is not one of ", E, " experts");
-    return Groups(id, ids.numel(), E);
+    return Groups(id, n, E);
   };
-  return ids.scalar_type() == ScalarType::Long ? group(all.const_data_ptr<int64_t>())
-                                               : group(all.const_data_ptr<int32_t>());
+  return wide ? group(static_cast<const int64_t*>(ids)) : group(static_cast<const int32_t*>(ids));
 }
 
 // Calls f(e, begin, end) on pieces of [0, n) for every group e that has rows, on all threads. A piece begins at a
@@ -74,49 +77,53 @@ void gather(const Groups& groups, const float* x, int64_t share, int64_t K, floa
 }
 
 struct Call {
-  const Groups& groups;
+  const void* ids;  // [R], int64 if `wide`, else int32
+  bool wide;
+  int64_t R, E;
   const uint8_t* w;  // [E, N, row_bytes]
   int64_t row_bytes;
   int qtype;
   const float* bias;  // [E, N] or null
+  const float* x;     // [X, K]
   float* y;           // [R, N]
-  int64_t X, share, N, K;  // x has X rows
+  int64_t X, share, N, K;
+
+  Groups groups() const { return grouped("expert_linear", ids, wide, R, E); }
 };
 
-void expert_linear_int(const Kernels& k, const Tensor& x, const Call& c) {
+void expert_linear_int(const Call& c, const ActivationScratch& given, const ActivationScratch& sorted) {
+  const Kernels& k = kernels();
+  const Groups groups = c.groups();
   const IntTraits traits = k.integer->traits(c.qtype);
-  const int lattice = type_info(c.qtype).lattice, unit = type_info(lattice).block;
-  const int64_t R = static_cast<int64_t>(c.groups.rows.size());
-  const ActivationScratch given(x, c.X, c.K, traits.group, unit), sorted(x, R, c.K, traits.group, unit);
-  const float* in = x.const_data_ptr<float>();
+  const int lattice = type_info(c.qtype).lattice;
   const int64_t grain = 1 + (1 << 14) / (1 + c.K);
   parallel(c.X, grain, [&](int64_t begin, int64_t end) {
-    k.prepare_activation(in, lattice, traits, c.K, given.arrays, begin, end);
+    k.prepare_activation(c.x, lattice, traits, c.K, given.arrays, begin, end);
   });
-  parallel(R, 4 * grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) sorted.copy_row(i, given, c.groups.rows[i] / c.share);
+  parallel(c.R, 4 * grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) sorted.copy_row(i, given, groups.rows[i] / c.share);
   });
-  for_strips(c.groups, c.N, traits.strip, c.K, [&](int64_t e, int64_t begin, int64_t end) {
-    const int64_t first = c.groups.begin[e];
+  for_strips(groups, c.N, traits.strip, c.K, [&](int64_t e, int64_t begin, int64_t end) {
+    const int64_t first = groups.begin[e];
     const IntMatmul p = {sorted.from_row(first), c.w + e * c.N * c.row_bytes, c.row_bytes,
                          c.qtype,                c.bias ? c.bias + e * c.N : nullptr, c.y,
-                         c.N,                    c.K,                                 c.groups.rows.data() + first};
-    k.integer->matmul(p, begin, end, 0, c.groups.size(e));
+                         c.N,                    c.K,                                 groups.rows.data() + first};
+    k.integer->matmul(p, begin, end, 0, groups.size(e));
   });
 }
 
-void expert_linear_float(const Kernels& k, const Tensor& x, bool native, const Call& c) {
-  const int64_t R = static_cast<int64_t>(c.groups.rows.size());
-  const Tensor sorted = torch::stable::new_empty(x, {R, c.K});
-  float* rows = sorted.mutable_data_ptr<float>();
-  gather(c.groups, x.const_data_ptr<float>(), c.share, c.K, rows);
+// rows [R, K]: scratch.
+void expert_linear_float(const Call& c, bool native, float* rows) {
+  const Kernels& k = kernels();
+  const Groups groups = c.groups();
+  gather(groups, c.x, c.share, c.K, rows);
   if (native && c.qtype != types::F32)
-    parallel(R * c.K, 1 << 16, [&](int64_t begin, int64_t end) { k.round_floats(c.qtype, rows, rows, begin, end); });
-  for_strips(c.groups, c.N, 4, c.K, [&](int64_t e, int64_t begin, int64_t end) {
-    const int64_t first = c.groups.begin[e];
+    parallel(c.R * c.K, 1 << 16, [&](int64_t begin, int64_t end) { k.round_floats(c.qtype, rows, rows, begin, end); });
+  for_strips(groups, c.N, 4, c.K, [&](int64_t e, int64_t begin, int64_t end) {
+    const int64_t first = groups.begin[e];
     const FloatMatmul p = {rows + first * c.K, c.K, c.w + e * c.N * c.row_bytes, c.row_bytes, c.qtype,
-                           c.bias ? c.bias + e * c.N : nullptr, c.y, c.N, c.groups.size(e), c.K,
-                           c.groups.rows.data() + first};
+                           c.bias ? c.bias + e * c.N : nullptr, c.y, c.N, groups.size(e), c.K,
+                           groups.rows.data() + first};
     k.matmul_float(p, begin, end);
   });
 }
@@ -142,7 +149,7 @@ Tensor expert_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, cons
                      const std::optional<Tensor>& bias, bool native) {
   const TypeInfo type = checked_stack("expert_linear", qweight, qtype);
   const int64_t E = qweight.size(0), N = qweight.size(1), K = qweight.size(2) / type.bytes * type.block;
-  const Groups groups = grouped("expert_linear", ids, E);
+  const Tensor chosen = checked_ids("expert_linear", ids);
   const bool shared = x.dim() == ids.dim();
   DASLLAMA_CHECK(x.is_cpu() && is_floating(x) && x.dim() >= 1 && has_rows_of(x, ids, shared, K), "expert_linear",
                  "x must be f32, f16 or bf16 [..., ", K, "] or [..., k, ", K, "] on the CPU for ids ", shape_text(ids),
@@ -154,22 +161,37 @@ Tensor expert_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, cons
   const Tensor x32 = as_f32(x);
   Tensor y = new_like(ids, ids.dim(), {N}, ScalarType::Float);
   const int64_t share = shared ? std::max<int64_t>(ids.size(-1), 1) : 1;
-  const Call call = {groups,
+  const int64_t R = ids.numel(), X = leading(x, x.dim() - 1);
+  const Call call = {chosen.const_data_ptr(),
+                     ids.scalar_type() == ScalarType::Long,
+                     R,
+                     E,
                      qweight.const_data_ptr<uint8_t>(),
                      qweight.size(2),
                      static_cast<int>(qtype),
                      bias ? bias->const_data_ptr<float>() : nullptr,
+                     x32.const_data_ptr<float>(),
                      y.mutable_data_ptr<float>(),
-                     leading(x, x.dim() - 1),
+                     X,
                      share,
                      N,
                      K};
-  const Kernels& k = kernels();
-  count_call("expert_linear", k.name);
-  if (native && type.block > 1)
-    expert_linear_int(k, x32, call);
-  else
-    expert_linear_float(k, x32, native, call);
+  const Tensor& keep_bias = bias ? *bias : x32;
+  if (native && type.block > 1) {
+    const int unit = type_info(type.lattice).block, group = kernels().integer->traits(call.qtype).group;
+    const ActivationScratch given(x32, X, K, group, unit), sorted(x32, R, K, group, unit);
+    perform({chosen, x32, qweight, keep_bias, y}, [=] {
+      count_call("expert_linear", kernels().name);
+      expert_linear_int(call, given, sorted);
+    });
+  } else {
+    const Tensor sorted = torch::stable::new_empty(x32, {R, K});
+    float* rows = sorted.mutable_data_ptr<float>();
+    perform({chosen, x32, qweight, keep_bias, y, sorted}, [=] {
+      count_call("expert_linear", kernels().name);
+      expert_linear_float(call, native, rows);
+    });
+  }
   return as_dtype(y, x.scalar_type());
 }
 
@@ -177,7 +199,9 @@ Tensor expert_linear_backward(const Tensor& grad, const Tensor& qweight, int64_t
                               bool shared) {
   const TypeInfo type = checked_stack("expert_linear_backward", qweight, qtype);
   const int64_t E = qweight.size(0), N = qweight.size(1), K = qweight.size(2) / type.bytes * type.block;
-  const Groups groups = grouped("expert_linear_backward", ids, E);
+  const Tensor chosen = checked_ids("expert_linear_backward", ids);
+  const Groups groups = grouped("expert_linear_backward", chosen.const_data_ptr(),
+                                ids.scalar_type() == ScalarType::Long, ids.numel(), E);
   DASLLAMA_CHECK(grad.is_cpu() && is_floating(grad) && has_rows_of(grad, ids, false, N), "expert_linear_backward",
                  "grad must be f32, f16 or bf16 [..., k, ", N, "] on the CPU for ids ", shape_text(ids),
                  " and this qweight, found ", shape_text(grad));

@@ -20,10 +20,12 @@ Tensor gated_act(const Tensor& gate, const Tensor& up, int64_t act) {
   const Rows g(gate), u(up);
   Tensor y = new_like(gate, gate.dim(), {}, ScalarType::Float);
   float* out = y.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("gated_act", k.name);
-  parallel(g.rows, 1 + 8192 / (g.C + 1), [&](int64_t begin, int64_t end) {
-    k.gated_act(g.data, g.stride, u.data, u.stride, act, g.C, out, begin, end);
+  perform({y}, [=] {
+    const Kernels& k = kernels();
+    count_call("gated_act", k.name);
+    parallel(g.rows, 1 + 8192 / (g.C + 1), [&](int64_t begin, int64_t end) {
+      k.gated_act(g.data, g.stride, u.data, u.stride, act, g.C, out, begin, end);
+    });
   });
   return as_dtype(y, gate.scalar_type());
 }

@@ -59,35 +59,37 @@ struct Call {
   }
 };
 
-Tensor run(const char* op, Call& call, const Tensor& v, Tensor& state, const int32_t* ids) {
-  DeltaArgs& a = call.args;
+Tensor run(const char* op, const char* name, Call call, const Tensor& v, const Tensor& state, const Tensor& ids) {
+  const int64_t T = call.v.T, n_states = state.size(0);
+  const int32_t* id = ids_of(op, name, ids, T);
   Tensor y = new_like(v, v.dim(), {}, ScalarType::Float);
-  a.out = y.mutable_data_ptr<float>();
-  for (int64_t t = 0; t < call.v.T; t++)
-    if (ids[t] < 0) std::fill_n(a.out + t * a.H * a.Dv, a.H * a.Dv, 0.0f);
-  const Sequences sequences(ids, call.v.T, state.size(0));
+  call.args.out = y.mutable_data_ptr<float>();
   float* states = state.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call(op, k.name);
-  call.by_heads(sequences, 1, delta_scratch(a), [&](const Sequences::One& s, int64_t head, float* scratch) {
-    k.gated_delta_rule(a, s.rows, s.n, head, states + (s.state * a.H + head) * a.Dk * a.Dv, scratch);
+  perform({state, ids, y}, [=] {
+    const DeltaArgs& a = call.args;
+    check_ids(op, name, id, T, n_states);
+    for (int64_t t = 0; t < T; t++)
+      if (id[t] < 0) std::fill_n(a.out + t * a.H * a.Dv, a.H * a.Dv, 0.0f);
+    const Kernels& k = kernels();
+    count_call(op, k.name);
+    call.by_heads({id, T, n_states}, 1, delta_scratch(a), [&](const Sequences::One& s, int64_t head, float* scratch) {
+      k.gated_delta_rule(a, s.rows, s.n, head, states + (s.state * a.H + head) * a.Dk * a.Dv, scratch);
+    });
   });
   return as_dtype(y, v.scalar_type());
 }
 
 Tensor gated_delta_update(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                           Tensor state, const Tensor& slots) {
-  Call call(q, k, v, g, beta, state);
-  DASLLAMA_CHECK_IDS("gated_delta_update", "slots", slots, call.v.T, state.size(0));
-  return run("gated_delta_update", call, v, state, slots.const_data_ptr<int32_t>());
+  return run("gated_delta_update", "slots", Call(q, k, v, g, beta, state), v, state, slots);
 }
 
 std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                             const Tensor& beta, const Tensor& row_seq, const Tensor& state) {
-  Call call(q, k, v, g, beta, state);
-  DASLLAMA_CHECK_IDS("gated_delta_rule", "row_seq", row_seq, call.v.T, state.size(0));
+  const Call call(q, k, v, g, beta, state);
+  not_recorded("gated_delta_rule copies its states");
   Tensor next = torch::stable::clone(state);
-  Tensor y = run("gated_delta_rule", call, v, next, row_seq.const_data_ptr<int32_t>());
+  Tensor y = run("gated_delta_rule", "row_seq", call, v, next, row_seq);
   return {y, next};
 }
 
@@ -98,13 +100,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_backward(
   const DeltaArgs& a = call.args;
   DASLLAMA_CHECK(is_floating(grad) && grad.numel() == v.numel(), "gated_delta_rule_backward", "grad must have v's ",
                  v.numel(), " elements, found ", grad.numel());
-  DASLLAMA_CHECK_IDS("gated_delta_rule_backward", "row_seq", row_seq, call.v.T, state.size(0));
+  const int32_t* ids = ids_of("gated_delta_rule_backward", "row_seq", row_seq, call.v.T);
+  check_ids("gated_delta_rule_backward", "row_seq", ids, call.v.T, state.size(0));
   const Tensor dy = as_f32(grad);
   const auto zeros = [&](const Tensor& x) { return torch::stable::new_zeros(dy, x.sizes(), ScalarType::Float); };
   Tensor dq = zeros(q), dk = zeros(k), dv = zeros(v), dg = zeros(g), dbeta = zeros(beta);
   const DeltaGradients to = {dq.mutable_data_ptr<float>(), dk.mutable_data_ptr<float>(), dv.mutable_data_ptr<float>(),
                              dg.mutable_data_ptr<float>(), dbeta.mutable_data_ptr<float>()};
-  const Sequences sequences(row_seq.const_data_ptr<int32_t>(), call.v.T, state.size(0));
+  const Sequences sequences(ids, call.v.T, state.size(0));
   int64_t longest = 0;
   for (const Sequences::One& s : sequences.all) longest = std::max(longest, s.n);
   const float *dy_data = dy.const_data_ptr<float>(), *states = state.const_data_ptr<float>();

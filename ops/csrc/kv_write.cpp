@@ -30,17 +30,19 @@ void kv_write(const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, 
   check_cache("v", values, "v_cache", v_cache, k_cache);
   const int64_t R = k_cache.size(2), total = k_cache.size(0) * R;
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < T; t++)
-    DASLLAMA_CHECK(at[t] >= -1 && at[t] < total, "kv_write", "slots[", t, "] is ", at[t],
-                   ", wanted -1 (skip) or less than ", total, " (", k_cache.size(0), " pages of ", R, " rows)");
   void *k_data = k_cache.mutable_data_ptr(), *v_data = v_cache.mutable_data_ptr();
   const bool k_half = k_cache.scalar_type() == ScalarType::Half, v_half = v_cache.scalar_type() == ScalarType::Half;
-  const Kernels& kernel = kernels();
-  count_call("kv_write", kernel.name);
-  parallel(T, 1 + 16384 / (keys.H * (keys.D + values.D) + 1), [&](int64_t begin, int64_t end) {
-    kernel.kv_write(keys.data, keys.row_stride, keys.head_stride, keys.H, keys.D, at, k_data, k_half, R, begin, end);
-    kernel.kv_write(values.data, values.row_stride, values.head_stride, values.H, values.D, at, v_data, v_half, R,
-                    begin, end);
+  perform({k_cache, v_cache, slots}, [=] {
+    for (int64_t t = 0; t < T; t++)
+      DASLLAMA_CHECK(at[t] >= -1 && at[t] < total, "kv_write", "slots[", t, "] is ", at[t],
+                     ", wanted -1 (skip) or less than ", total, " (", total / R, " pages of ", R, " rows)");
+    const Kernels& kernel = kernels();
+    count_call("kv_write", kernel.name);
+    parallel(T, 1 + 16384 / (keys.H * (keys.D + values.D) + 1), [&](int64_t begin, int64_t end) {
+      kernel.kv_write(keys.data, keys.row_stride, keys.head_stride, keys.H, keys.D, at, k_data, k_half, R, begin, end);
+      kernel.kv_write(values.data, values.row_stride, values.head_stride, values.H, values.D, at, v_data, v_half, R,
+                      begin, end);
+    });
   });
 }
 

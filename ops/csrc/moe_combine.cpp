@@ -22,10 +22,12 @@ Tensor moe_combine(const Tensor& y, const Tensor& weights) {
   Tensor total = new_like(y, y.dim() - 2, {C}, ScalarType::Float);
   const float *in = y32.const_data_ptr<float>(), *w = w32.const_data_ptr<float>();
   float* out = total.mutable_data_ptr<float>();
-  const Kernels& table = kernels();
-  count_call("moe_combine", table.name);
-  parallel(rows, 1 + kTask / (k * C + 1),
-           [&](int64_t begin, int64_t end) { table.moe_combine(in, w, k, C, out, begin, end); });
+  perform({y32, w32, total}, [=] {
+    const Kernels& table = kernels();
+    count_call("moe_combine", table.name);
+    parallel(rows, 1 + kTask / (k * C + 1),
+             [&](int64_t begin, int64_t end) { table.moe_combine(in, w, k, C, out, begin, end); });
+  });
   return as_dtype(total, y.scalar_type());
 }
 

@@ -24,11 +24,13 @@ std::tuple<Tensor, Tensor> moe_router(const Tensor& logits, const std::optional<
   float* to_weights = weights.mutable_data_ptr<float>();
   int64_t* to_ids = ids.mutable_data_ptr<int64_t>();
   const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-  const Kernels& k = kernels();
-  count_call("moe_router", k.name);
-  parallel(in.rows, 1 + kTask / E, [&](int64_t begin, int64_t end) {
-    k.moe_router(in.data, in.stride, b, E, top_k, gate, renormalize, static_cast<float>(scale), to_weights, to_ids,
-                 begin, end);
+  perform({in.keep, bias ? *bias : in.keep, weights, ids}, [=] {
+    const Kernels& k = kernels();
+    count_call("moe_router", k.name);
+    parallel(in.rows, 1 + kTask / E, [&](int64_t begin, int64_t end) {
+      k.moe_router(in.data, in.stride, b, E, top_k, gate, renormalize, static_cast<float>(scale), to_weights, to_ids,
+                   begin, end);
+    });
   });
   return {weights, ids};
 }

@@ -50,28 +50,6 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   const int32_t* end = checked_rows("row_end", row_end, T);
   const int32_t* table = block_table.const_data_ptr<int32_t>();
 
-  std::vector<int32_t> begin(static_cast<size_t>(T));
-  int64_t checked_seq = -1, checked_first = 0, checked_last = 0;  // pages that the rows before have vouched for
-  for (int64_t t = 0; t < T; t++) {
-    if (seq[t] == -1) continue;
-    DASLLAMA_CHECK(seq[t] >= 0 && seq[t] < S, "paged_attention", "row_seq[", t, "] is ", seq[t], ", wanted -1 to ",
-                   S - 1);
-    DASLLAMA_CHECK(end[t] >= 0 && end[t] <= B * R, "paged_attention", "row_end[", t, "] is ", end[t], ", wanted 0 to ",
-                   B * R, " (", B, " pages of ", R, " rows)");
-    const int64_t first_key = window && pos[t] >= window ? pos[t] - window + 1 : 0;
-    begin[t] = static_cast<int32_t>(first_key < end[t] ? first_key : end[t]);
-    if (begin[t] == end[t]) continue;
-    const int64_t first = begin[t] / R, last = (end[t] - 1) / R + 1;
-    if (seq[t] == checked_seq && first >= checked_first && last <= checked_last) continue;
-    for (int64_t b = first; b < last; b++) {
-      const int32_t page = table[seq[t] * B + b];
-      DASLLAMA_CHECK(page >= 0 && page < P, "paged_attention", "row ", t, " sees keys ", begin[t], " to ", end[t] - 1,
-                     " of sequence ", seq[t], ", but block_table[", seq[t], ", ", b, "] is ", page, ", wanted 0 to ",
-                     P - 1);
-    }
-    checked_seq = seq[t], checked_first = first, checked_last = last;
-  }
-
   Tensor out = new_like(q, q.dim() - 1, {v_cache.size(3)}, ScalarType::Float);
   AttentionArgs a = {};
   a.q = queries.data, a.q_row = queries.row_stride, a.q_head = queries.head_stride;
@@ -79,12 +57,37 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   a.k_half = k_cache.scalar_type() == ScalarType::Half, a.v_half = v_cache.scalar_type() == ScalarType::Half;
   a.H = queries.H, a.G = G, a.R = R, a.D = queries.D, a.Dv = v_cache.size(3);
   a.block_table = table, a.B = B;
-  a.row_seq = seq, a.row_begin = begin.data(), a.row_end = end;
+  a.row_seq = seq, a.row_end = end;
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   a.out = out.mutable_data_ptr<float>();
-  count_call("paged_attention", kernels().name);
-  run_attention(a, T);
+  perform({queries.keep, k_cache, v_cache, block_table, row_seq, row_pos, row_end, sinks ? *sinks : q, out}, [=] {
+    std::vector<int32_t> begin(static_cast<size_t>(T));
+    int64_t checked_seq = -1, checked_first = 0, checked_last = 0;  // pages that the rows before have vouched for
+    for (int64_t t = 0; t < T; t++) {
+      if (seq[t] == -1) continue;
+      DASLLAMA_CHECK(seq[t] >= 0 && seq[t] < S, "paged_attention", "row_seq[", t, "] is ", seq[t], ", wanted -1 to ",
+                     S - 1);
+      DASLLAMA_CHECK(end[t] >= 0 && end[t] <= B * R, "paged_attention", "row_end[", t, "] is ", end[t], ", wanted 0 to ",
+                     B * R, " (", B, " pages of ", R, " rows)");
+      const int64_t first_key = window && pos[t] >= window ? pos[t] - window + 1 : 0;
+      begin[t] = static_cast<int32_t>(first_key < end[t] ? first_key : end[t]);
+      if (begin[t] == end[t]) continue;
+      const int64_t first = begin[t] / R, last = (end[t] - 1) / R + 1;
+      if (seq[t] == checked_seq && first >= checked_first && last <= checked_last) continue;
+      for (int64_t b = first; b < last; b++) {
+        const int32_t page = table[seq[t] * B + b];
+        DASLLAMA_CHECK(page >= 0 && page < P, "paged_attention", "row ", t, " sees keys ", begin[t], " to ", end[t] - 1,
+                       " of sequence ", seq[t], ", but block_table[", seq[t], ", ", b, "] is ", page, ", wanted 0 to ",
+                       P - 1);
+      }
+      checked_seq = seq[t], checked_first = first, checked_last = last;
+    }
+    AttentionArgs args = a;
+    args.row_begin = begin.data();
+    count_call("paged_attention", kernels().name);
+    run_attention(args, T);
+  });
   return as_dtype(out, q.scalar_type());
 }
 

@@ -29,24 +29,30 @@ void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows
   });
 }
 
-void quant_linear_int(const Kernels& k, const Tensor& x, const Tensor& qweight, int qtype, const float* bias, Tensor& y,
+void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const std::optional<Tensor>& bias, Tensor& y,
                       int64_t M, int64_t N, int64_t K) {
-  const IntTraits traits = k.integer->traits(qtype);
   const int lattice = type_info(qtype).lattice, unit = type_info(lattice).block;
-  const int64_t window = std::clamp<int64_t>(
-      kActivationBytes / (1 + ActivationScratch::row_bytes(K, traits.group, unit)), 256, std::max<int64_t>(M, 256));
-  const ActivationScratch scratch(x, std::min(window, M), K, traits.group, unit);
-  const float* in = x.const_data_ptr<float>();
+  const int group = kernels().integer->traits(qtype).group;
+  const int64_t window = std::clamp<int64_t>(kActivationBytes / (1 + ActivationScratch::row_bytes(K, group, unit)), 256,
+                                             std::max<int64_t>(M, 256));
+  const ActivationScratch scratch(x, std::min(window, M), K, group, unit);
+  const float *in = x.const_data_ptr<float>(), *b = bias ? bias->const_data_ptr<float>() : nullptr;
+  const uint8_t* w = qweight.const_data_ptr<uint8_t>();
+  const int64_t row_bytes = qweight.size(1);
   float* out = y.mutable_data_ptr<float>();
-  for (int64_t first = 0; first < M; first += window) {
-    const int64_t rows = std::min(window, M - first);
-    parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
-      k.prepare_activation(in + first * K, lattice, traits, K, scratch.arrays, begin, end);
-    });
-    const IntMatmul p = {scratch.arrays, qweight.const_data_ptr<uint8_t>(), qweight.size(1), qtype, bias,
-                         out + first * N, N, K, nullptr};
-    matmul_window(k, p, traits.strip, rows);
-  }
+  const IntActivation arrays = scratch.arrays;
+  perform({x, qweight, bias ? *bias : x, y, scratch.memory}, [=] {
+    const Kernels& k = kernels();
+    const IntTraits traits = k.integer->traits(qtype);
+    count_call("quant_linear", k.name);
+    for (int64_t first = 0; first < M; first += window) {
+      const int64_t rows = std::min(window, M - first);
+      parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
+        k.prepare_activation(in + first * K, lattice, traits, K, arrays, begin, end);
+      });
+      matmul_window(k, {arrays, w, row_bytes, qtype, b, out + first * N, N, K, nullptr}, traits.strip, rows);
+    }
+  });
 }
 
 Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const std::optional<Tensor>& bias,
@@ -64,12 +70,10 @@ Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const
   for (int64_t i = 0; i + 1 < x.dim(); i++) M *= x.size(i);
   const Tensor x32 = as_f32(x);
   Tensor y = torch::stable::new_empty(x32, with_last(x, N));
-  const Kernels& k = kernels();
-  count_call("quant_linear", k.name);
   if (native && type.block > 1)
-    quant_linear_int(k, x32, qweight, static_cast<int>(qtype), bias ? bias->const_data_ptr<float>() : nullptr, y, M, N, K);
+    quant_linear_int(x32, qweight, static_cast<int>(qtype), bias, y, M, N, K);
   else
-    quant_linear_float(k, x32, qweight, static_cast<int>(qtype), bias, native, y, M, N, K);
+    quant_linear_float(x32, qweight, static_cast<int>(qtype), bias, native, y, M, N, K);
   return as_dtype(y, x.scalar_type());
 }
 

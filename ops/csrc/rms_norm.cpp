@@ -20,10 +20,12 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
   Tensor y = torch::stable::empty_like(x32);
   const float* in = x32.const_data_ptr<float>();
   float* out = y.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("rms_norm", k.name);
-  parallel(rows, 1 + 16384 / (C + 1), [&](int64_t begin, int64_t end) {
-    k.rms_norm(in, C, w, static_cast<float>(eps), C, out, begin, end);
+  perform({x32, weight ? *weight : x32, y}, [=] {
+    const Kernels& k = kernels();
+    count_call("rms_norm", k.name);
+    parallel(rows, 1 + 16384 / (C + 1), [&](int64_t begin, int64_t end) {
+      k.rms_norm(in, C, w, static_cast<float>(eps), C, out, begin, end);
+    });
   });
   return as_dtype(y, x.scalar_type());
 }

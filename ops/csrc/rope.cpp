@@ -11,13 +11,13 @@ Tensor checked_positions(const char* op, const char* name, const Tensor& t, int6
   STD_TORCH_CHECK((dtype == ScalarType::Int || dtype == ScalarType::Long) && t.dim() >= 1 && t.dim() <= most_rank,
                   "dasllama::", op, ": ", name, " must be int32 or int64 [T]", most_rank > 1 ? " or [T, A]" : "",
                   ", found ", toString(dtype), " of rank ", t.dim());
-  return torch::stable::contiguous(dtype == ScalarType::Long ? t : torch::stable::to(t, ScalarType::Long));
+  return as_contiguous(as_dtype(t, ScalarType::Long));
 }
 
 Tensor checked_frequencies(const char* op, const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 1, "dasllama::", op, ": ", name,
                   " must be f32 [R / 2], found ", toString(t.scalar_type()), " of rank ", t.dim());
-  return torch::stable::contiguous(t);
+  return as_contiguous(t);
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& inv_freq, double scale,
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& in
   if (p.dim() == 2) {
     DASLLAMA_CHECK(axes && axes->scalar_type() == ScalarType::Int && axes->dim() == 1 && axes->size(0) == half,
                    "rope_tables", "positions [T, A] need axes, int32 [", half, "]");
-    a = torch::stable::contiguous(*axes);
+    a = as_contiguous(*axes);
     for (int64_t i = 0; i < half; i++) {
       const int32_t axis = a.const_data_ptr<int32_t>()[i];
       DASLLAMA_CHECK(axis >= 0 && axis < n_axes, "rope_tables", "axes must be below ", n_axes, ", found ", axis);
@@ -40,10 +40,12 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& in
   const int32_t* axis_of = p.dim() == 2 ? a.const_data_ptr<int32_t>() : nullptr;
   const float* frequencies = f.const_data_ptr<float>();
   float *c = cosines.mutable_data_ptr<float>(), *s = sines.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("rope_tables", k.name);
-  parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
-    k.rope_tables(at, n_axes, axis_of, frequencies, static_cast<float>(scale), half, c, s, begin, end);
+  perform({p, f, p.dim() == 2 ? a : p, cosines, sines}, [=] {
+    const Kernels& k = kernels();
+    count_call("rope_tables", k.name);
+    parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
+      k.rope_tables(at, n_axes, axis_of, frequencies, static_cast<float>(scale), half, c, s, begin, end);
+    });
   });
   return {cosines, sines};
 }
@@ -63,11 +65,13 @@ std::tuple<Tensor, Tensor> long_rope_tables(const Tensor& positions, const Tenso
   const int64_t *at = p.const_data_ptr<int64_t>(), *length = n.const_data_ptr<int64_t>();
   const float *few = f.const_data_ptr<float>(), *many = g.const_data_ptr<float>();
   float *c = cosines.mutable_data_ptr<float>(), *s = sines.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("long_rope_tables", k.name);
-  parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++)
-      k.rope_tables(at, 1, nullptr, length[t] > original ? many : few, static_cast<float>(scale), half, c, s, t, t + 1);
+  perform({p, n, f, g, cosines, sines}, [=] {
+    const Kernels& k = kernels();
+    count_call("long_rope_tables", k.name);
+    parallel(T, 1 + 512 / (half + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++)
+        k.rope_tables(at, 1, nullptr, length[t] > original ? many : few, static_cast<float>(scale), half, c, s, t, t + 1);
+    });
   });
   return {cosines, sines};
 }
@@ -79,9 +83,12 @@ Tensor query_temperature(const Tensor& positions, double beta, int64_t original)
   Tensor y = new_like(p, 1, {}, ScalarType::Float);
   const int64_t* at = p.const_data_ptr<int64_t>();
   float* out = y.mutable_data_ptr<float>();
-  count_call("query_temperature", kernels().name);
-  for (int64_t t = 0; t < p.size(0); t++)
-    out[t] = 1.0f + static_cast<float>(beta) * static_cast<float>(std::log1p(static_cast<double>(at[t] / original)));
+  const int64_t T = p.size(0);
+  perform({p, y}, [=] {
+    count_call("query_temperature", kernels().name);
+    for (int64_t t = 0; t < T; t++)
+      out[t] = 1.0f + static_cast<float>(beta) * static_cast<float>(std::log1p(static_cast<double>(at[t] / original)));
+  });
   return y;
 }
 
@@ -97,14 +104,17 @@ Tensor rope(const Tensor& x, const Tensor& cosines, const Tensor& sines) {
                    "cos and sin must be [", in.T, ", at most ", in.D / 2, "] as x has ", in.T, " rows of heads of ",
                    in.D, ", found [", table->size(0), ", ", table->size(1), "]");
   }
-  const Tensor c = torch::stable::contiguous(cosines), s = torch::stable::contiguous(sines);
+  const Tensor c = as_contiguous(cosines), s = as_contiguous(sines);
+  const int64_t half = c.size(1);
   Tensor y = new_like(x, x.dim(), {}, ScalarType::Float);
   const float *cos_data = c.const_data_ptr<float>(), *sin_data = s.const_data_ptr<float>();
   float* out = y.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("rope", k.name);
-  parallel(in.T, 1 + 16384 / (in.H * in.D + 1), [&](int64_t begin, int64_t end) {
-    k.rope(in.data, in.row_stride, in.head_stride, cos_data, sin_data, in.H, in.D, c.size(1), out, begin, end);
+  perform({c, s, y}, [=] {
+    const Kernels& k = kernels();
+    count_call("rope", k.name);
+    parallel(in.T, 1 + 16384 / (in.H * in.D + 1), [&](int64_t begin, int64_t end) {
+      k.rope(in.data, in.row_stride, in.head_stride, cos_data, sin_data, in.H, in.D, half, out, begin, end);
+    });
   });
   return as_dtype(y, x.scalar_type());
 }

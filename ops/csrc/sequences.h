@@ -31,16 +31,19 @@ struct Sequences {
   }
 };
 
-// The ids of T rows as data, checked: contiguous int32 [T], each -1 to states - 1.
-#define DASLLAMA_CHECK_IDS(op, name, ids, T, states)                                                               \
-  do {                                                                                                             \
-    DASLLAMA_CHECK(ids.scalar_type() == ScalarType::Int && ids.dim() == 1 && ids.size(0) == T && ids.is_contiguous(), \
-                   op, name " must be contiguous int32 [", T, "], found ", toString(ids.scalar_type()), " with ",  \
-                   ids.numel(), " elements");                                                                      \
-    const int32_t* id = ids.const_data_ptr<int32_t>();                                                             \
-    for (int64_t t = 0; t < T; t++)                                                                                \
-      DASLLAMA_CHECK(id[t] >= -1 && id[t] < states, op, name "[", t, "] is ", id[t], ", wanted -1 (inert) to ",    \
-                     states - 1);                                                                                  \
-  } while (0)
+// ids must be contiguous int32 [T]; what stands in them is for `check_ids`.
+inline const int32_t* ids_of(const char* op, const char* name, const Tensor& ids, int64_t T) {
+  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Int && ids.dim() == 1 && ids.size(0) == T && ids.is_contiguous(),
+                  "dasllama::", op, ": ", name, " must be contiguous int32 [", T, "], found ",
+                  toString(ids.scalar_type()), " with ", ids.numel(), " elements");
+  return ids.const_data_ptr<int32_t>();
+}
+
+// Each of T ids must be -1 to states - 1.
+inline void check_ids(const char* op, const char* name, const int32_t* ids, int64_t T, int64_t states) {
+  for (int64_t t = 0; t < T; t++)
+    STD_TORCH_CHECK(ids[t] >= -1 && ids[t] < states, "dasllama::", op, ": ", name, "[", t, "] is ", ids[t],
+                    ", wanted -1 (inert) to ", states - 1);
+}
 
 }  // namespace dasllama

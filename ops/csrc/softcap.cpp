@@ -11,10 +11,12 @@ Tensor softcap(const Tensor& x, double cap) {
   Tensor y = new_like(x, x.dim(), {}, ScalarType::Float);
   const float* from = in.const_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
-  const Kernels& k = kernels();
-  count_call("softcap", k.name);
-  parallel(x.numel(), 8192,
-           [&](int64_t begin, int64_t end) { k.softcap(from, static_cast<float>(cap), to, begin, end); });
+  const int64_t n = x.numel();
+  perform({in, y}, [=] {
+    const Kernels& k = kernels();
+    count_call("softcap", k.name);
+    parallel(n, 8192, [&](int64_t begin, int64_t end) { k.softcap(from, static_cast<float>(cap), to, begin, end); });
+  });
   return as_dtype(y, x.scalar_type());
 }
 

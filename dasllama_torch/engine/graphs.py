@@ -1,0 +1,182 @@
+"""Recorded steps: a forward of 1, 2, 4 or 8 single rows is recorded once and then run again by the threads of the CPU
+library, without Python or dispatcher between its ops.
+
+A recorded step is what the modules did, op for op, on tensors that stay where they are: the step's inputs, which are
+written anew for each step, the weights, the cache. Fewer rows than it has are filled up with inert ones. It serves as
+long as the modules are what they were (`modules.base.epoch`) and the weights lie where they lay. Hooks, dispatch modes
+and modules from elsewhere mean that the modules themselves run; so does an op that cannot be recorded. `ops.report()`
+counts both under "step", as "recorded" and "eager".
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dasllama_torch.modules import base
+from dasllama_torch.ops import registry
+from dasllama_torch.ops.program import Program, recording
+from dasllama_torch.step import PageTable, Step
+
+if TYPE_CHECKING:
+    from dasllama_torch.cache.pool import KVPool
+    from dasllama_torch.engine.session import Session
+    from dasllama_torch.modules.causal_lm import CausalLM
+
+MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops hardly counts
+MAX_STEPS = 8  # recorded steps of one model that are kept
+
+enabled = True  # False: the modules themselves run, always
+_models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
+
+
+def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
+    """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: f32 [len(ids), V].
+
+    None, and nothing done, if no recorded step may do it. The results are those of the modules, to the bit.
+    """
+    model, pool = sessions[0].model, sessions[0].pool
+    if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or _is_watched():
+        return None
+    if model not in _models:
+        _models[model] = _RecordedSteps()
+    return _models[model].run(model, pool, sessions, ids)
+
+
+def why_not(model: "CausalLM") -> str:
+    """Why the model's last single-row step was not a recorded one, or "" if it was."""
+    return _models[model].refused if model in _models else "no step has been evaluated"
+
+
+class _RecordedSteps:
+    """The recorded steps of one model, by pool and number of rows, all of one epoch."""
+
+    def __init__(self):
+        self.steps: dict[tuple[KVPool, int], _RecordedStep] = {}
+        self.epoch = None
+        self.refused = ""
+
+    def run(self, model, pool, sessions, ids) -> Tensor | None:
+        epoch = base.epoch(), registry.isa_epoch
+        if epoch != self.epoch:
+            self.epoch, self.refused, self.steps = epoch, "", {}
+        rows = 1 << (len(ids) - 1).bit_length()
+        step = self.steps.get((pool, rows))
+        if step is not None and step.serves(sessions):
+            return step.run(sessions, ids)
+        if self.refused and not self.refused.startswith(_HOOK):
+            return None
+        self.refused = _obstacle(model)  # a hook may have been removed, which no epoch tells
+        if self.refused:
+            return None
+        step, logits = _record(model, pool, rows, sessions, ids)
+        self.refused = step.program.refused
+        if not self.refused:
+            if len(self.steps) == MAX_STEPS:
+                self.steps.pop(next(iter(self.steps)))
+            self.steps[pool, rows] = step
+        return logits  # of a forward by the modules themselves
+
+
+class _RecordedStep:
+    """A program, and the tensors that it reads its step from and writes its logits to."""
+
+    def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
+        device = pool.device
+
+        def full(shape, value, dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        groups = range(len(pool.groups))
+        row = full((rows,), 0, torch.int32)
+        self.step = Step(
+            positions=full((rows,), 0, torch.int64),
+            row_seq=full((rows,), -1, torch.int32),
+            row_pos=row,
+            row_end=row.clone(),
+            n_seqs=rows,
+            cache=pool,
+            tables=tuple(
+                PageTable(slots=full((rows,), -1, torch.int64), block_table=full((rows, blocks), -1, torch.int32))
+                for _ in groups
+            ),
+            state_slots=full((rows,), -1, torch.int32) if pool.states else None,
+            logit_rows=None,  # all of them
+            row_context=full((rows,), 0, torch.int64),
+            input_ids=full((1, rows), 0, torch.int64),
+        )
+        self.rows, self.blocks, self.page_rows = rows, blocks, pool.page_rows
+        self.program: Program | None = None
+        self.logits: Tensor | None = None
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.places = [weight.data_ptr() for weight in self.weights]
+
+    def serves(self, sessions: Sequence["Session"]) -> bool:
+        fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
+        return fits and [weight.data_ptr() for weight in self.weights] == self.places
+
+    def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
+        """Make the step's tensors those of these rows; the rest become inert."""
+        n, step = len(ids), self.step
+        at = np.array([session.n_past for session in sessions])
+        for tensor, values, rest in [
+            (step.input_ids[0], ids, 0),
+            (step.positions, at, 0),
+            (step.row_seq, range(n), -1),
+            (step.row_pos, at, 0),
+            (step.row_end, at + 1, 0),
+            (step.row_context, [session.n_ctx for session in sessions], 0),
+            *([] if step.state_slots is None else [(step.state_slots, [s.sequence.state for s in sessions], -1)]),
+        ]:
+            array = tensor.numpy()
+            array[:n], array[n:] = values, rest
+        for group, table in enumerate(step.tables):
+            slots, blocks = table.slots.numpy(), table.block_table.numpy()
+            slots[n:] = -1
+            for i, session in enumerate(sessions):
+                pages = session.sequence.tables[group]
+                blocks[i, : len(pages)] = pages
+                slots[i] = pages[at[i] // self.page_rows] * self.page_rows + at[i] % self.page_rows
+
+    def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
+        self.write(sessions, ids)
+        registry.count_call("step", "recorded")
+        self.program.run(torch.get_num_threads())
+        return self.logits[: len(ids)].clone()
+
+
+def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
+    blocks = max(-(-session.n_ctx // pool.page_rows) for session in sessions)
+    recorded = _RecordedStep(model, pool, rows, blocks)
+    recorded.write(sessions, ids)
+    registry.count_call("step", "eager")
+    with recording() as recorded.program:
+        recorded.logits = model(recorded.step.input_ids, step=recorded.step).logits[0]
+    return recorded, recorded.logits[: len(ids)].float().clone()
+
+
+_HOOK = "a hook"
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why a step of the modules as they are may not be recorded, or ""."""
+    for name, module in model.named_modules():
+        if not isinstance(module, base.Watched):
+            return f"{name} is a {type(module).__name__}, which does not tell of its changes"
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{_HOOK} of {name or 'the model'}"
+        if "forward" in module.__dict__:
+            return f"{name or 'the model'} has a forward of its own"
+    return ""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _is_watched() -> bool:
+    """Whether somebody watches the ops or modules of this thread."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return modes > 0 or nn.modules.module._has_any_global_hook()

@@ -1,0 +1,112 @@
+"""Programs: a forward recorded once, op by op, and run again by the threads of one team, without Python, dispatcher or
+memory management between the ops (csrc/program.h).
+
+    with recording() as program:
+        y = forward(x)                 # runs as always
+    x.copy_(...); program.run(threads) # writes what the same ops make of the new x into y
+
+What a program reads and writes is the memory that the tensors had while it was recorded. Everything that happened must
+have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it.
+"""
+
+import contextlib
+import ctypes
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dasllama_torch.errors import KernelError
+from dasllama_torch.ops import elementwise
+from dasllama_torch.ops.registry import native_library
+
+# Views of contiguous tensors that copy others.
+_MAY_COPY = {
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten.reshape.default,
+}
+
+_library = native_library
+_library.dasllama_record.restype = ctypes.c_void_p
+_library.dasllama_record_end.restype = ctypes.c_char_p
+_library.dasllama_program_size.restype = ctypes.c_int64
+_library.dasllama_program_size.argtypes = [ctypes.c_void_p]
+_library.dasllama_program_free.argtypes = [ctypes.c_void_p]
+_library.dasllama_program_run.restype = ctypes.c_char_p
+_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+
+
+class Program:
+    """What `recording` gives. refused: why it must not be run, or ""."""
+
+    def __init__(self):
+        self._handle = _library.dasllama_record()
+        self.refused = ""
+        weakref.finalize(self, _library.dasllama_program_free, self._handle)
+
+    def __len__(self) -> int:
+        """Ops recorded."""
+        return _library.dasllama_program_size(self._handle)
+
+    def run(self, threads: int) -> None:
+        """Do again what was recorded. Raises KernelError for what an op refuses: an id or page out of range."""
+        if self.refused:
+            raise KernelError(f"the program is void: {self.refused}")
+        error = _library.dasllama_program_run(self._handle, threads)
+        if error is not None:
+            raise KernelError(error.decode())
+
+
+@contextlib.contextmanager
+def recording():
+    """Context: everything runs as always, and the program that it yields can run it again."""
+    program = Program()
+    try:
+        with _Watch(program):
+            yield program
+    finally:
+        refused = _library.dasllama_record_end().decode()
+        program.refused = program.refused or refused
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every op of the forward; sums, products and copies of torch become ours."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.program = program
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        func, args = _ours(func, args, kwargs)
+        before = len(self.program)
+        result = func(*args, **kwargs)
+        if func.namespace == "dasllama":
+            if len(self.program) == before:
+                self.program.refused = f"{func} was served by its reference"
+        elif func._schema.is_mutable or not _is_view(result, args):
+            self.program.refused = f"{func} is no op of this package and no view"
+        return result
+
+
+def _ours(func, args, kwargs):
+    """The op and arguments to run in the place of torch's."""
+    aten = torch.ops.aten
+    if func in (aten.add.Tensor, aten.mul.Tensor) and not kwargs:
+        a, b = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in args)
+        if a.dtype == b.dtype == torch.float32:
+            return (elementwise.add if func is aten.add.Tensor else elementwise.mul), (a, b)
+    if func is aten.index.Tensor and args[0].dtype == torch.float32:
+        *leading, last = args[1]
+        if last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading):
+            return elementwise.columns, (args[0], last)
+    if func in _MAY_COPY and args[0].dtype == torch.float32 and not args[0].is_contiguous():
+        return func, (elementwise.copy(args[0]), *args[1:])
+    return func, args
+
+
+def _is_view(result, args) -> bool:
+    results = result if isinstance(result, tuple | list) else (result,)
+    memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+    return all(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in memory for r in results)

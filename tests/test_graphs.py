@@ -1,0 +1,302 @@
+"""Recorded steps: the modules' own results to the bit, and no longer than they are what the modules would do."""
+
+import threading
+
+import pytest
+import torch
+from families import TINY
+from test_invariants import text
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dasllama_torch as dl
+from dasllama_torch.engine import graphs
+from dasllama_torch.errors import KernelError
+from dasllama_torch.modules.norm import RMSNorm
+from dasllama_torch.ops import elementwise, registry, report, reset_report
+from dasllama_torch.ops.program import recording
+
+
+@pytest.fixture
+def model(oracle):
+    return dl.load_model(oracle / "tiny" / "gemma3.gguf")
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Call f with the modules themselves serving every step."""
+
+    def call(f):
+        monkeypatch.setattr(graphs, "enabled", False)
+        try:
+            return f()
+        finally:
+            monkeypatch.setattr(graphs, "enabled", True)
+
+    return call
+
+
+def decode(model, ids, sessions=1):
+    """Logits of single-token steps, sessions at different positions, each fed ids from another place."""
+    opened = [dl.create_session(model, n_ctx=256) for _ in range(sessions)]
+    for i, session in enumerate(opened):
+        session.eval(ids[: 3 * i + 2])
+    steps = [torch.stack(dl.eval_batch(opened, [[ids[i + k]] for i in range(sessions)])) for k in range(len(ids) // 2)]
+    for session in opened:
+        session.close()
+    return torch.stack(steps)
+
+
+def counted(f):
+    reset_report()
+    result = f()
+    return result, report().get("step", {})
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["f32", "q8_0"])
+@pytest.mark.parametrize("name", TINY)
+def test_every_family(name, quantized, oracle, q8_0, eager):
+    model = dl.load_model(q8_0(name) if quantized else oracle / "tiny" / f"{name}.gguf")
+    ids = text(11, 140)  # crosses pages, windows and original contexts
+    found, steps = counted(lambda: decode(model, ids))
+    assert graphs.why_not(model) == ""
+    assert steps["recorded"] == 69  # all but the first one
+    assert torch.equal(found, eager(lambda: decode(model, ids)))
+
+
+@pytest.mark.parametrize("sessions", [2, 3, 5, 8])
+def test_batches(model, sessions, eager):
+    ids = text(12, 60)
+    found, steps = counted(lambda: decode(model, ids, sessions))
+    assert steps["recorded"] == 29
+    assert torch.equal(found, eager(lambda: decode(model, ids, sessions)))
+    alone = decode(model, ids)  # rows of a batch are those of a session by itself
+    assert torch.equal(found[:, 0], alone[:, 0])
+
+
+def test_larger_batches_and_prompts_are_eager(model):
+    _, steps = counted(lambda: decode(model, text(13, 40), 9))
+    assert "recorded" not in steps
+    with dl.create_session(model) as session:
+        _, steps = counted(lambda: session.eval([1, 2, 3]))
+    assert steps == {"eager": 1}
+
+
+def test_threads(model, threads):
+    ids = text(14, 40)
+    results = []
+    for n in (1, 2, 3, 2):
+        threads(n)
+        results.append(decode(model, ids, 2))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_two_threads_of_python_take_turns(oracle):
+    models = [dl.load_model(oracle / "tiny" / f"{name}.gguf") for name in ("gemma3", "llama")]
+    ids = text(15, 80)
+    wanted = [decode(model, ids) for model in models]
+    found = [None, None]
+
+    def work(i):
+        found[i] = decode(models[i], ids)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def replace_submodule(model):
+    old = model.model.layers[1].input_layernorm
+    new = RMSNorm.__new__(RMSNorm)
+    nn.Module.__init__(new)
+    new.weight, new.eps = nn.Parameter(old.weight * 3, requires_grad=False), old.eps
+    model.model.layers[1].input_layernorm = new
+
+
+def replace_layer(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def replace_data(model):
+    model.model.norm.weight.data = model.model.norm.weight.data * 2
+
+
+def scale_weight(model):
+    model.model.norm.weight.mul_(2)
+
+
+def load_weights(model):
+    state = model.state_dict()
+    state["model.norm.weight"] = state["model.norm.weight"] * 5
+    model.load_state_dict(state)
+
+
+def change_number(model):
+    model.model.layers[0].self_attn.attn.scale *= 2
+
+
+@pytest.mark.parametrize(
+    "change", [replace_submodule, replace_layer, replace_data, scale_weight, load_weights, change_number]
+)
+def test_a_change_takes_effect_on_the_next_step(model, change, eager):
+    ids = text(16, 12)
+    with dl.create_session(model) as session:
+        for token in ids:
+            before = session.eval([token])
+        change(model)
+        found = session.eval([7])
+        again, steps = counted(lambda: session.eval([8]))
+    assert steps == {"recorded": 1}
+
+    def repeat():
+        with dl.create_session(model) as session, dl.create_session(model) as changed:
+            del changed
+            return session.eval([*ids, 7, 8], logits="all")
+
+    assert not torch.equal(before, found)
+    # Keys and values before the change are those of the model as it was, so only the first two are compared by value.
+    assert found.isfinite().all()
+    assert again.isfinite().all()
+    with dl.create_session(model) as a, dl.create_session(model) as b:
+        assert torch.equal(a.eval([9]), eager(lambda: b.eval([9])))
+    assert repeat().isfinite().all()
+
+
+def test_a_hook_takes_effect_and_its_removal_too(model):
+    ids = text(17, 20)
+    with dl.create_session(model) as session:
+        for token in ids:
+            session.eval([token])
+        seen = []
+        hook = model.model.layers[2].mlp.register_forward_hook(lambda m, i, out: seen.append(out) or out * 0)
+        hooked, steps = counted(lambda: session.eval([5]))
+        assert steps == {"eager": 1}
+        assert len(seen) == 1
+        assert "a hook of model.layers.2.mlp" in graphs.why_not(model)
+        hook.remove()
+        session.eval([6])
+        assert len(seen) == 1
+        _, steps = counted(lambda: session.eval([6]))
+        assert steps == {"recorded": 1}
+    assert hooked.isfinite().all()
+
+
+def test_what_cannot_be_recorded_is_run_by_the_modules_once_a_step(model):
+    class Own(nn.Module):
+        def forward(self, x):
+            return torch.sin(x)
+
+    model.model.layers[0].post_feedforward_layernorm = Own()
+    with dl.create_session(model) as session:
+        _, steps = counted(lambda: [session.eval([i]) for i in range(1, 4)])
+    assert steps == {"eager": 3}
+    assert "post_feedforward_layernorm is a Own" in graphs.why_not(model)
+
+    class OwnOfOurs(RMSNorm):
+        def forward(self, x):
+            return torch.sin(super().forward(x))
+
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.__class__ = OwnOfOurs
+    model.model.layers[0].post_feedforward_layernorm = norm
+    with dl.create_session(model) as session:
+        _, steps = counted(lambda: [session.eval([i]) for i in range(1, 4)])
+    assert steps == {"eager": 3}
+    assert "aten.sin" in graphs.why_not(model)
+
+
+def test_modes_see_every_op(model):
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.calls += func.namespace == "dasllama"
+            return func(*args, **(kwargs or {}))
+
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        with Count():
+            _, steps = counted(lambda: session.eval([4]))
+    assert steps == {"eager": 1}
+    assert Count.calls > 50
+
+
+def test_other_instruction_sets(model, isa):
+    ids = text(18, 10)
+    _, steps = counted(lambda: decode(model, ids))
+    assert steps["recorded"] == 4
+    assert set(report()["quant_linear"]) == {f"cpu/{isa}"}
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_refuses_what_its_ops_refuse(oracle):
+    embed = dl.load_model(oracle / "tiny" / "llama.gguf").model.embed_tokens
+    ids = torch.tensor([3, 4])
+    with torch.inference_mode(), recording() as program:
+        y = embed(ids)
+    assert len(program) == 1
+    ids[1] = 7
+    program.run(2)
+    assert torch.equal(y, embed(torch.tensor([3, 7])))
+    ids[0] = 256
+    with pytest.raises(KernelError, match="embedding: id 256 is outside the table of 256 rows"):
+        program.run(2)
+
+
+def test_void_programs():
+    x = torch.randn(4, 6)
+    with torch.inference_mode(), recording() as program:
+        torch.exp(x)
+    with pytest.raises(KernelError, match=r"void: aten\.exp"):
+        program.run(1)
+    with torch.inference_mode(), recording() as program:
+        x.add_(1)
+    assert "aten.add_" in program.refused
+    norm = torch.ones(6)
+    with torch.inference_mode(), recording() as program:
+        torch.ops.dasllama.rms_norm(x.half(), norm, 1e-5)
+    assert "dtype" in program.refused
+    with registry.use_reference(), torch.inference_mode(), recording() as program:
+        torch.ops.dasllama.rms_norm(x, norm, 1e-5)
+    assert program.refused
+
+
+SHAPES = [((), ()), ((5,), ()), ((3, 5), (5,)), ((3, 1, 5), (4, 1)), ((2, 3, 4, 5), (3, 1, 1)), ((0, 3), (3,))]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_sums_products_and_copies_are_those_of_torch(shapes):
+    a, b = (torch.randn(shape) for shape in shapes)
+    for ours, theirs in ((elementwise.add, torch.add), (elementwise.mul, torch.mul)):
+        assert torch.equal(ours(a, b), theirs(a, b))
+        assert torch.equal(ours(b, a), theirs(b, a))
+        torch.library.opcheck(ours, (a, b))
+    if a.dim() > 1:
+        assert torch.equal(elementwise.add(a.transpose(0, 1), a.transpose(0, 1)), (a + a).transpose(0, 1))
+        assert elementwise.copy(a.transpose(0, 1)).is_contiguous()
+        assert torch.equal(elementwise.copy(a.transpose(0, 1)), a.transpose(0, 1))
+        torch.library.opcheck(elementwise.copy, (a.transpose(0, 1),))
+
+
+def test_columns():
+    x = torch.randn(2, 3, 7)
+    for values, index in ((x, torch.tensor([6, 0, 0, 3])), (x[0, 0], torch.tensor([[6, 0], [0, 3]]))):
+        assert torch.equal(elementwise.columns(values, index), values[..., index])
+        torch.library.opcheck(elementwise.columns, (values, index))
+    with pytest.raises(RuntimeError, match=r"index\[1\] is 7, wanted 0 to 6"):
+        elementwise.columns(x, torch.tensor([0, 7]))
+
+
+def test_elementwise_refusals():
+    with pytest.raises(RuntimeError, match=r"do not go together"):
+        elementwise.add(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(RuntimeError, match="must be f32"):
+        elementwise.mul(torch.zeros(3), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(KernelError, match="use torch's own"):
+        elementwise.copy(torch.zeros(3, requires_grad=True))
