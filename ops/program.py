@@ -50,7 +50,10 @@ class Program:
         return _library.dasllama_program_size(self._handle)
 
     def run(self) -> None:
-        """Do again what was recorded, on torch's threads. Raises KernelError for what an op refuses: an id or page out of range."""
+        """Do again what was recorded, on torch's threads.
+
+        Raises KernelError for what an op refuses: an id or page out of range.
+        """
         if self.refused:
             raise KernelError(f"the program is void: {self.refused}")
         error = _library.dasllama_program_run(self._handle)
@@ -97,6 +100,10 @@ def _ours(func, args, kwargs):
         a, b = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in args)
         if a.dtype == b.dtype == torch.float32:
             return (elementwise.add if func is aten.add.Tensor else elementwise.mul), (a, b)
+    if func is aten.cat.default and len(args) == 2 and len(args[0]) == 2 and not kwargs:
+        (a, b), dim = args
+        if a.dtype == b.dtype == torch.float32 and dim in (-1, a.dim() - 1):
+            return elementwise.join, (a, b)
     if func is aten.index.Tensor and args[0].dtype == torch.float32:
         *leading, last = args[1]
         if last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading):

@@ -284,6 +284,17 @@ def test_sums_products_and_copies_are_those_of_torch(shapes):
         torch.library.opcheck(elementwise.copy, (a.transpose(0, 1),))
 
 
+def test_join():
+    wide = torch.full((2, 3, 20), float("nan"))
+    wide[..., 4:9] = torch.randn(2, 3, 5)
+    a, b = wide[..., 4:9], torch.randn(2, 3, 7)
+    assert torch.equal(elementwise.join(a, b), torch.cat([a, b], -1))
+    assert elementwise.join(a[:0], b[:0]).shape == (0, 3, 12)
+    torch.library.opcheck(elementwise.join, (a, b))
+    with pytest.raises(RuntimeError, match=r"join: a .* and b .* differ before the last dim"):
+        elementwise.join(a, b[:1])
+
+
 def test_columns():
     x = torch.randn(2, 3, 7)
     for values, index in ((x, torch.tensor([6, 0, 0, 3])), (x[0, 0], torch.tensor([[6, 0], [0, 3]]))):
