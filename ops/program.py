@@ -1,9 +1,9 @@
-"""Programs: a forward recorded once, op by op, and run again by the threads of one team, without Python, dispatcher or
-memory management between the ops (csrc/program.h).
+"""Programs: a forward recorded once, op by op, and run again by torch's threads as one team, without Python, dispatcher
+or memory management between the ops (csrc/program.h).
 
     with recording() as program:
         y = forward(x)                 # runs as always
-    x.copy_(...); program.run(threads) # writes what the same ops make of the new x into y
+    x.copy_(...); program.run() # writes what the same ops make of the new x into y
 
 What a program reads and writes is the memory that the tensors had while it was recorded. Everything that happened must
 have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it.
@@ -34,7 +34,7 @@ _library.dasllama_program_size.restype = ctypes.c_int64
 _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_run.restype = ctypes.c_char_p
-_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+_library.dasllama_program_run.argtypes = [ctypes.c_void_p]
 
 
 class Program:
@@ -49,11 +49,14 @@ class Program:
         """Ops recorded."""
         return _library.dasllama_program_size(self._handle)
 
-    def run(self, threads: int) -> None:
-        """Do again what was recorded. Raises KernelError for what an op refuses: an id or page out of range."""
+    def run(self) -> None:
+        """Do again what was recorded, on torch's threads.
+
+        Raises KernelError for what an op refuses: an id or page out of range.
+        """
         if self.refused:
             raise KernelError(f"the program is void: {self.refused}")
-        error = _library.dasllama_program_run(self._handle, threads)
+        error = _library.dasllama_program_run(self._handle)
         if error is not None:
             raise KernelError(error.decode())
 
