@@ -26,7 +26,7 @@ demo: install
 install: $(VENV)/installed
 
 test: $(VENV)/test-extras lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/test-extras
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.errors import UnsupportedModel
-from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.gguf.metadata import REQUIRED, Metadata
 from dasllama_torch.gguf.source import TensorSource
 
 MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any model; below what would exhaust memory
@@ -251,9 +251,10 @@ class Geometry:
         return LayerSpec(**{**shared, "head_dim": self.head_dim, **more})
 
 
-def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
+def read_geometry(md: Metadata, w: TensorSource, *, experts_only: bool = False) -> Geometry:
     """Read the shared keys of md's architecture; the vocabulary's size is the number of rows of `token_embd`.
 
+    experts_only: if a file of the family has experts, all layers have, and it may lack the width of another FFN.
     Raises GGUFError for a missing or impossible value, UnsupportedModel for a feature that no family here has.
     """
     a = md.arch
@@ -271,6 +272,7 @@ def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
     found = a.int("vocab_size", n_vocab, min=1)
     if found != n_vocab:
         raise UnsupportedModel(f"{md.origin}: vocab_size is {found}, and the embedding table has {n_vocab} rows")
+    no_ffn = (0,) * n_layers if experts_only and "expert_count" in a else REQUIRED
     return Geometry(
         n_layers=n_layers,
         n_ctx=a.int("context_length", min=1, max=MAX_CONTEXT),
@@ -279,7 +281,7 @@ def read_geometry(md: Metadata, w: TensorSource) -> Geometry:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        ffn_width=a.ints("feed_forward_length", length=n_layers, min=1, max=MAX_WIDTH),
+        ffn_width=a.ints("feed_forward_length", no_ffn, length=n_layers, min=1, max=MAX_WIDTH),
         norm_eps=a.float("attention.layer_norm_rms_epsilon", min=0.0, max=1.0),
     )
 

@@ -1,9 +1,9 @@
-"""Programs: a forward recorded once, op by op, and run again by the threads of one team, without Python, dispatcher or
-memory management between the ops (csrc/program.h).
+"""Programs: a forward recorded once, op by op, and run again by torch's threads as one team, without Python, dispatcher
+or memory management between the ops (csrc/program.h).
 
     with recording() as program:
         y = forward(x)                 # runs as always
-    x.copy_(...); program.run(threads) # writes what the same ops make of the new x into y
+    x.copy_(...); program.run() # writes what the same ops make of the new x into y
 
 What a program reads and writes is the memory that the tensors had while it was recorded. Everything that happened must
 have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it.
@@ -34,7 +34,7 @@ _library.dasllama_program_size.restype = ctypes.c_int64
 _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_run.restype = ctypes.c_char_p
-_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+_library.dasllama_program_run.argtypes = [ctypes.c_void_p]
 
 
 class Program:
@@ -49,11 +49,14 @@ class Program:
         """Ops recorded."""
         return _library.dasllama_program_size(self._handle)
 
-    def run(self, threads: int) -> None:
-        """Do again what was recorded. Raises KernelError for what an op refuses: an id or page out of range."""
+    def run(self) -> None:
+        """Do again what was recorded, on torch's threads.
+
+        Raises KernelError for what an op refuses: an id or page out of range.
+        """
         if self.refused:
             raise KernelError(f"the program is void: {self.refused}")
-        error = _library.dasllama_program_run(self._handle, threads)
+        error = _library.dasllama_program_run(self._handle)
         if error is not None:
             raise KernelError(error.decode())
 
@@ -97,6 +100,10 @@ def _ours(func, args, kwargs):
         a, b = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in args)
         if a.dtype == b.dtype == torch.float32:
             return (elementwise.add if func is aten.add.Tensor else elementwise.mul), (a, b)
+    if func is aten.cat.default and len(args) == 2 and len(args[0]) == 2 and not kwargs:
+        (a, b), dim = args
+        if a.dtype == b.dtype == torch.float32 and dim in (-1, a.dim() - 1):
+            return elementwise.join, (a, b)
     if func is aten.index.Tensor and args[0].dtype == torch.float32:
         *leading, last = args[1]
         if last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading):

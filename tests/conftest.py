@@ -17,6 +17,9 @@ from dasllama_torch.ops import ggml_types, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # they share the cores
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
+
 
 @pytest.fixture(scope="session")
 def oracle() -> Path:

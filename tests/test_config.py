@@ -39,7 +39,15 @@ MORE = {
     "qwen2moe": MOE | {"expert_shared_feed_forward_length": 48},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
     "qwen3moe": MOE,
+    "qwen3next": MOE | DELTA | {"expert_shared_feed_forward_length": 48},
     "qwen35": DELTA | {"rope.dimension_sections": [2, 1, 1, 0], "rope.dimension_count": 8},
+    "qwen35moe": MOE
+    | DELTA
+    | {
+        "expert_shared_feed_forward_length": 48,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "rope.dimension_count": 8,
+    },
     "qwen3vl": {"rope.dimension_sections": [4, 2, 2, 0]},
     "qwen3vlmoe": MOE | {"rope.dimension_sections": [4, 2, 2, 0]},
 }
@@ -71,10 +79,11 @@ def test_a_good_file_builds(arch):
         assert model(torch.arange(9).unsqueeze(0)).logits.isfinite().all()
 
 
+OPTIONAL = ("attention.head_count_kv", "rope.freq_base", "vocab_size", "feed_forward_length")
 BAD = [
     *((key, value) for key in GOOD for value in (-1, "text", float("nan"), [1, 2, 3])),
     *((key, 0) for key in GOOD if key not in ("rope.freq_base", "attention.layer_norm_rms_epsilon")),
-    *((key, None) for key in GOOD if key not in ("attention.head_count_kv", "rope.freq_base", "vocab_size")),
+    *((key, None) for key in GOOD if key not in OPTIONAL),
     *((key, 2**63) for key in GOOD if key != "attention.layer_norm_rms_epsilon" and key != "rope.freq_base"),
     ("block_count", 10**9),
     ("attention.head_count", 3),
@@ -109,6 +118,18 @@ def test_bad_values_are_refused_by_name(arch, key, value):
     assert "\n" not in text
 
 
+EXPERTS_ONLY = ["qwen3next", "qwen35moe"]  # no layer has another FFN, and files may lack its width
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_only_experts_make_up_for_a_missing_width(arch):
+    if arch in EXPERTS_ONLY:
+        build(arch, {"feed_forward_length": None})
+        return
+    with pytest.raises(dl.GGUFError, match="feed_forward_length"):
+        build(arch, {"feed_forward_length": None})
+
+
 EXPERTS = [arch for arch in FAMILIES if "expert_count" in MORE.get(arch, {})]
 
 
@@ -138,7 +159,8 @@ def test_bad_experts_are_refused_by_name(arch, key, value):
     ("arch", "gate", "renormalize"),
     [
         ("qwen2moe", "softmax", False), ("qwen3moe", "softmax", True), ("qwen3vlmoe", "softmax", True),
-        ("glm4moe", "sigmoid", True), ("gpt-oss", "softmax", True),
+        ("glm4moe", "sigmoid", True), ("gpt-oss", "softmax", True), ("qwen3next", "softmax", True),
+        ("qwen35moe", "softmax", True),
     ],
 )  # fmt: skip
 def test_routing(arch, gate, renormalize):
@@ -242,7 +264,7 @@ def test_smollm3_layers():
     assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2 + [False]
 
 
-@pytest.mark.parametrize("arch", set(FAMILIES) - {"glm4moe", "phi3", "qwen35"})
+@pytest.mark.parametrize("arch", set(FAMILIES) - {"glm4moe", "phi3", "qwen3next", "qwen35", "qwen35moe"})
 def test_partial_rotation_is_refused_where_no_model_has_it(arch):
     with pytest.raises(dl.UnsupportedModel, match="rope.dimension_count"):
         build(arch, {"rope.dimension_count": 8})
@@ -269,6 +291,16 @@ def test_which_layers_are_recurrent():
         for layer, is_recurrent in zip(model.model.layers, wanted, strict=True):
             assert hasattr(layer, kinds[is_recurrent])
             assert not hasattr(layer, kinds[not is_recurrent])
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35", "qwen35moe", "qwen3next"])
+def test_blocks_that_draft_tokens_are_left_with_a_warning(arch):
+    with pytest.warns(UserWarning, match=r"made.gguf: 1 NextN block\(s\) for drafting tokens are not used yet"):
+        model = build(arch, {"block_count": 3, "nextn_predict_layers": 1})
+    assert len(model.config.layers) == len(model.model.layers) == 2
+    for n in (-1, 3, "one"):
+        with pytest.raises(dl.GGUFError, match="nextn_predict_layers"):
+            build(arch, {"block_count": 3, "nextn_predict_layers": n})
 
 
 @pytest.mark.parametrize(

@@ -242,11 +242,11 @@ def test_a_program_refuses_what_its_ops_refuse(oracle):
         y = embed(ids)
     assert len(program) == 1
     ids[1] = 7
-    program.run(2)
+    program.run()
     assert torch.equal(y, embed(torch.tensor([3, 7])))
     ids[0] = 256
     with pytest.raises(KernelError, match="embedding: id 256 is outside the table of 256 rows"):
-        program.run(2)
+        program.run()
 
 
 def test_void_programs():
@@ -254,7 +254,7 @@ def test_void_programs():
     with torch.inference_mode(), recording() as program:
         torch.exp(x)
     with pytest.raises(KernelError, match=r"void: aten\.exp"):
-        program.run(1)
+        program.run()
     with torch.inference_mode(), recording() as program:
         x.add_(1)
     assert "aten.add_" in program.refused
@@ -282,6 +282,17 @@ def test_sums_products_and_copies_are_those_of_torch(shapes):
         assert elementwise.copy(a.transpose(0, 1)).is_contiguous()
         assert torch.equal(elementwise.copy(a.transpose(0, 1)), a.transpose(0, 1))
         torch.library.opcheck(elementwise.copy, (a.transpose(0, 1),))
+
+
+def test_join():
+    wide = torch.full((2, 3, 20), float("nan"))
+    wide[..., 4:9] = torch.randn(2, 3, 5)
+    a, b = wide[..., 4:9], torch.randn(2, 3, 7)
+    assert torch.equal(elementwise.join(a, b), torch.cat([a, b], -1))
+    assert elementwise.join(a[:0], b[:0]).shape == (0, 3, 12)
+    torch.library.opcheck(elementwise.join, (a, b))
+    with pytest.raises(RuntimeError, match=r"join: a .* and b .* differ before the last dim"):
+        elementwise.join(a, b[:1])
 
 
 def test_columns():

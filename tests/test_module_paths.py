@@ -10,11 +10,12 @@ from families import TINY
 import dasllama_torch as dl
 
 # Modules that one side has and the other has not. transformers: parameter-free helpers. Ours: what makes rotated q and
-# k and the outputs of attention and delta rule visible to hooks, and the stacks of experts, which transformers keeps as
-# two parameters of `experts`: `gate_up_proj` and `down_proj`.
+# k and the outputs of attention and delta rule visible to hooks; the stacks of experts, which transformers keeps as two
+# parameters of `experts`: `gate_up_proj` and `down_proj`; the matrices that a file holds where transformers has one.
 HF_ONLY = ("act_fn", "activation_fn", "rotary_emb", "resid_attn_dropout", "resid_mlp_dropout")
 STACKS = (".experts.gate_proj", ".experts.up_proj", ".experts.gate_up_proj", ".experts.down_proj")
-OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature", "linear_attn.delta", *STACKS)
+PARTS = ("in_proj_qkvz.qkv", "in_proj_qkvz.z")
+OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature", "linear_attn.delta", *STACKS, *PARTS)
 
 
 def paths(root, left_out):

@@ -54,7 +54,7 @@ def test_native_is_near_the_dequantized_model(path, oracle, monkeypatch):
     difference = found - wanted
     of_the_text = difference[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))
     assert of_the_text.mean().abs() <= NATIVE_LOGPROB
-    assert 0 < difference.abs().mean() <= NATIVE_LOGPROB_RANDOM
+    assert 0 < difference.abs().mean() <= NATIVE_LOGPROB_RANDOM * TINY[path.stem]
 
 
 def test_however_the_tokens_are_cut(path):

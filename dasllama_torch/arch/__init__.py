@@ -22,6 +22,8 @@ FAMILIES = {
     "qwen2moe": ("qwen2", "Qwen2"),
     "qwen2vl": ("qwen2", "Qwen2VL"),
     "qwen35": ("qwen35", "Qwen35"),
+    "qwen35moe": ("qwen35", "Qwen35"),
+    "qwen3next": ("qwen3next", "Qwen3Next"),
     "qwen3": ("qwen3", "Qwen3"),
     "qwen3moe": ("qwen3", "Qwen3"),
     "qwen3vl": ("qwen3", "Qwen3VL"),

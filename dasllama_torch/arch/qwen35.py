@@ -1,16 +1,25 @@
 """Qwen3.5: three of four layers are gated delta nets, every fourth is attention whose output a sigmoid gates; partial
-rotary positions, QK norm, SwiGLU.
-Source: transformers' `qwen3_5`; Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464); GGUF arch `qwen35`, whose norm
-weights contain the +1 (the gated one has none), and whose value heads stand in another order than transformers'.
-T tokens of the ragged batch, C embedding, H query heads (value heads in a delta net), G kv heads (key heads), D head
-dim."""
+rotary positions on three axes, QK norm; SwiGLU or, in `qwen35moe`, experts beside a shared one.
+Source: transformers' `qwen3_5` and `qwen3_5_moe`; Yang et al. 2024, arXiv:2412.06464. GGUF archs `qwen35`, `qwen35moe`:
+norm weights contain the +1, but for the gated one, which has none, and value heads stand in another order than
+transformers'. T tokens of the ragged batch, C embedding, H query heads (value heads in a delta net), G kv heads (key
+heads), D head dim."""
 
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dasllama_torch.config import DecoderConfig, read_axes, read_delta, read_geometry, read_rope, read_rotary_dim
+from dasllama_torch.config import (
+    DecoderConfig,
+    leave_nextn,
+    read_axes,
+    read_delta,
+    read_geometry,
+    read_moe,
+    read_rope,
+    read_rotary_dim,
+)
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.attention import PagedAttention
@@ -18,11 +27,11 @@ from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.decoder import Decoder
 from dasllama_torch.modules.ffn import GatedMLP
-from dasllama_torch.modules.gated_delta import CausalConv1d, DeltaRule, GatedRMSNorm
+from dasllama_torch.modules.gated_delta import GatedDeltaNet
 from dasllama_torch.modules.linear import Linear
+from dasllama_torch.modules.moe import SharedExpertMoeBlock
 from dasllama_torch.modules.norm import RMSNorm
 from dasllama_torch.modules.rope import Rope
-from dasllama_torch.ops.delta_gates import delta_gates
 from dasllama_torch.ops.gated_act import SIGMOID, gated_act
 from dasllama_torch.step import Step
 
@@ -33,11 +42,12 @@ IGNORED: dict[str, str] = {}
 class Qwen35Config(DecoderConfig):
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen35Config":
-        g = read_geometry(md, w)
+        g = read_geometry(md, w, experts_only=True)
         dim = read_rotary_dim(md, g.head_dim)
         rope = replace(read_rope(md, dim), axes=read_axes(md, dim, interleaved=True))
-        deltas = read_delta(md, g.n_layers)
-        return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i]) for i in range(g.n_layers)))
+        deltas, moe = read_delta(md, g.n_layers), read_moe(md, renormalize=True, shared=True)
+        n_layers = leave_nextn(md, w, g.n_layers)
+        return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i], moe=moe) for i in range(n_layers)))
 
 
 class Qwen35Attention(Module):
@@ -64,53 +74,33 @@ class Qwen35Attention(Module):
         return self.o_proj(gated_act(gate, y, SIGMOID).flatten(-2))
 
 
-class Qwen35GatedDeltaNet(Module):
+class Qwen35GatedDeltaNet(GatedDeltaNet):
     def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int):
-        super().__init__()
         spec = cfg.layers[layer].delta
         C, G, H = cfg.n_embd, spec.n_k_heads, spec.n_v_heads
-        keys, values = G * spec.k_dim, H * spec.v_dim
-        # The file has the value heads in turns, one of each key head; transformers has those of a key head together.
-        heads = torch.arange(H).view(H // G, G).T.reshape(-1)
-        of_values = torch.arange(values).view(H, -1)[heads].reshape(-1)
-        channels = torch.cat([torch.arange(2 * keys), 2 * keys + of_values])
-        self.spec, self.widths = spec, [keys, keys, values]
-        self.in_proj_qkv = Linear(w, "attn_qkv", spec.conv_channels, C, row_order=channels)
-        self.in_proj_z = Linear(w, "attn_gate", values, C, row_order=of_values)
+        heads = torch.arange(H).view(H // G, G).T.reshape(-1)  # the file has those of the key heads in turns
+        super().__init__(w, C, spec, layer, cfg.norm_eps, heads)
+        self.in_proj_qkv = Linear(w, "attn_qkv", spec.conv_channels, C, row_order=self.channel_order)
+        self.in_proj_z = Linear(w, "attn_gate", H * spec.v_dim, C, row_order=self.value_order)
         self.in_proj_b = Linear(w, "ssm_beta", H, C, row_order=heads)
         self.in_proj_a = Linear(w, "ssm_alpha", H, C, row_order=heads)
-        self.conv1d = CausalConv1d(w, spec, layer, channels)
-        self.decay = nn.Parameter(w.f32("ssm_a", H)[heads], requires_grad=False)  # -exp(A_log)
-        self.dt_bias = nn.Parameter(w.f32("ssm_dt.bias", H)[heads], requires_grad=False)
-        self.delta = DeltaRule(layer)
-        self.norm = GatedRMSNorm(w, "ssm_norm", spec.v_dim, cfg.norm_eps)
-        self.out_proj = Linear(w, "ssm_out", C, values, column_order=of_values)
-
-    @property
-    def A_log(self) -> Tensor:
-        """The parameter that transformers keeps."""
-        return torch.log(-self.decay)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        q, k, v = self.conv1d(self.in_proj_qkv(x), step).split(self.widths, -1)
-        q, k = q.unflatten(-1, (-1, self.spec.k_dim)), k.unflatten(-1, (-1, self.spec.k_dim))  # [..., T, G, Dk]
-        v, z = (y.unflatten(-1, (-1, self.spec.v_dim)) for y in (v, self.in_proj_z(x)))  # [..., T, H, Dv]
-        g, beta = delta_gates(self.in_proj_a(x), self.in_proj_b(x), self.decay, self.dt_bias)
-        y = self.delta(q, k, v, g, beta, step)
-        return self.out_proj(self.norm(y, z).flatten(-2))
+        return self.mix(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x), step)
 
 
 class Qwen35DecoderLayer(Module):
-    def __init__(self, cfg: Qwen35Config, w: TensorSource, layer: int):
+    def __init__(self, cfg: DecoderConfig, w: TensorSource, layer: int, delta_net=Qwen35GatedDeltaNet):
         super().__init__()
-        self.is_recurrent = cfg.layers[layer].delta is not None
+        spec, C = cfg.layers[layer], cfg.n_embd
+        self.is_recurrent = spec.delta is not None
         if self.is_recurrent:
-            self.linear_attn = Qwen35GatedDeltaNet(cfg, w, layer)
+            self.linear_attn = delta_net(cfg, w, layer)
         else:
             self.self_attn = Qwen35Attention(cfg, w, layer)
-        self.mlp = GatedMLP(w, cfg.n_embd, cfg.layers[layer].ffn_width, "silu")
-        self.input_layernorm = RMSNorm(w, "attn_norm", cfg.n_embd, cfg.norm_eps)
-        self.post_attention_layernorm = RMSNorm(w, "post_attention_norm", cfg.n_embd, cfg.norm_eps)
+        self.mlp = SharedExpertMoeBlock(w, C, spec.moe) if spec.moe else GatedMLP(w, C, spec.ffn_width, "silu")
+        self.input_layernorm = RMSNorm(w, "attn_norm", C, cfg.norm_eps)
+        self.post_attention_layernorm = RMSNorm(w, "post_attention_norm", C, cfg.norm_eps)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         mixer = self.linear_attn if self.is_recurrent else self.self_attn

@@ -144,8 +144,13 @@ class _RecordedStep:
     def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
         self.write(sessions, ids)
         registry.count_call("step", "recorded")
-        self.program.run(torch.get_num_threads())
-        return self.logits[: len(ids)].clone()
+        self.program.run()
+        return _copy(self.logits[: len(ids)])
+
+
+def _copy(logits: Tensor) -> Tensor:
+    """A copy by one thread: torch's own wakes all of them, which then spin for milliseconds in the way of others."""
+    return torch.from_numpy(logits.numpy().copy())
 
 
 def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
@@ -155,7 +160,7 @@ def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
     registry.count_call("step", "eager")
     with recording() as recorded.program:
         recorded.logits = model(recorded.step.input_ids, step=recorded.step).logits[0]
-    return recorded, recorded.logits[: len(ids)].float().clone()
+    return recorded, _copy(recorded.logits[: len(ids)])
 
 
 _HOOK = "a hook"

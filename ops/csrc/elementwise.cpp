@@ -1,4 +1,5 @@
-// Bindings of add, mul, copy and columns: what ops/elementwise.py says, in loops that need no instruction set of their own.
+// Bindings of add, mul, copy, join and columns: what ops/elementwise.py says, in loops that need no instruction set of
+// their own.
 #include <algorithm>
 
 #include "packed.h"
@@ -98,6 +99,28 @@ Tensor copy(const Tensor& x) {
 
 namespace {
 
+Tensor join(const Tensor& a, const Tensor& b) {
+  check_operand("join", "a", a);
+  check_operand("join", "b", b);
+  bool alike = a.dim() == b.dim() && a.dim() >= 1;
+  for (int64_t d = 0; alike && d + 1 < a.dim(); d++) alike = a.size(d) == b.size(d);
+  DASLLAMA_CHECK(alike, "join", "a ", shape_text(a), " and b ", shape_text(b), " differ before the last dim");
+  const Rows first(a), second(b);
+  Tensor y = new_like(a, a.dim() - 1, {first.C + second.C}, ScalarType::Float);
+  float* out = y.mutable_data_ptr<float>();
+  perform({first.keep, second.keep, y}, [=] {
+    count_call("join", "plain");
+    const int64_t n = first.C + second.C;
+    parallel(first.rows, 1 + kGrain / (n + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        std::copy_n(first.data + r * first.stride, first.C, out + r * n);
+        std::copy_n(second.data + r * second.stride, second.C, out + r * n + first.C);
+      }
+    });
+  });
+  return y;
+}
+
 Tensor columns(const Tensor& x, const Tensor& index) {
   check_operand("columns", "x", x);
   DASLLAMA_CHECK(x.dim() >= 1 && index.is_cpu() && index.scalar_type() == ScalarType::Long, "columns",
@@ -129,6 +152,7 @@ STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) {
   m.impl("add", TORCH_BOX(&add));
   m.impl("mul", TORCH_BOX(&mul));
   m.impl("copy", TORCH_BOX(&copy));
+  m.impl("join", TORCH_BOX(&join));
   m.impl("columns", TORCH_BOX(&columns));
 }
 

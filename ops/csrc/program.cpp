@@ -1,8 +1,9 @@
 // Recording programs and running them: the C functions that ops/program.py calls.
 #include "program.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <exception>
-#include <memory>
 
 #include "team.h"
 
@@ -38,11 +39,26 @@ DASLLAMA_EXPORT int64_t dasllama_program_size(const void* program) {
 
 DASLLAMA_EXPORT void dasllama_program_free(void* program) { delete static_cast<Program*>(program); }
 
-// Returns null, or what went wrong; the text lives until the thread's next call.
-DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, int threads) {
+// Runs on torch's threads, all of them for the whole of it. Returns null, or what went wrong; the text lives until the
+// thread's next call.
+DASLLAMA_EXPORT const char* dasllama_program_run(const void* program) {
   try {
-    const dasllama::Team team(threads);
-    for (const Program::Entry& entry : static_cast<const Program*>(program)->entries) entry.body();
+    const int threads = static_cast<int>(torch::stable::get_num_threads());
+    dasllama::Team team(threads);
+    std::exception_ptr failed;
+    const auto entries = [&] {
+      for (const Program::Entry& entry : static_cast<const Program*>(program)->entries) entry.body();
+    };
+    // One piece for each thread. Where torch gives them all to one, as within another parallel loop, it is the leader's.
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
+      if (begin) return team.help();
+      try {
+        team.lead(entries);
+      } catch (...) {
+        failed = std::current_exception();
+      }
+    });
+    if (failed) std::rethrow_exception(failed);
     return nullptr;
   } catch (const std::exception& e) {
     dasllama::error = e.what();
