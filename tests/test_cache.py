@@ -1,4 +1,5 @@
-"""Windowed pages and rewinding: the memory of local layers stays bounded, and going back is exact or refused."""
+"""Windowed pages, recurrent states and rewinding: the memory of local layers stays bounded, states belong to their
+sequence alone, and going back is exact or refused."""
 
 import hf_twin
 import pytest
@@ -140,3 +141,127 @@ def test_layers_that_keep_nothing_have_no_pages():
     pool = KVPool([spec, None], "f32", 1 << 20, "cpu", page_rows=4)
     assert pool[1] is None
     assert [group.page_bytes for group in pool.groups] == [4 * 2 * 16 * 4]
+
+
+# ---- recurrent states -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hybrid(oracle):
+    """Three recurrent layers and one with attention; vocabulary of 256."""
+    return dl.load_model(oracle / "tiny" / "qwen35.gguf")
+
+
+def few_ids(n, seed):
+    return torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_slot_comes_with_the_first_token_and_goes_back(hybrid):
+    pool = own_pool(hybrid)
+    session, other = Session(hybrid, pool, 100), Session(hybrid, pool, 100)
+    assert pool.states.in_use == pool.used_bytes == 0
+    session.eval(few_ids(3, 0))
+    other.eval(few_ids(3, 1))
+    assert pool.states.in_use == 2
+    assert pool.used_bytes == 2 * (pool.state_bytes + pool.groups[0].page_bytes)
+    session.close()
+    assert pool.states.in_use == 1
+    # The next session takes the same slot, and finds nothing in it.
+    text = few_ids(20, 2)
+    reused = Session(hybrid, pool, 100)
+    assert torch.equal(reused.eval(text), fresh_start(hybrid, text)[-1])
+    assert reused.sequence.state == 0
+
+
+def test_a_pool_without_room_for_a_state_is_out_of_pages(hybrid):
+    pool = own_pool(hybrid)
+    pool = own_pool(hybrid, pool.state_bytes + pool.groups[0].page_bytes)
+    session, other = Session(hybrid, pool, 100), Session(hybrid, pool, 100)
+    wanted = session.eval(few_ids(5, 0))
+    with pytest.raises(dl.OutOfPages, match="0 of .* bytes left"):
+        other.eval([1])
+    with pytest.raises(dl.OutOfPages, match="0 of .* bytes left"):
+        session.checkpoint()
+    assert torch.equal(session.logits, wanted)
+    assert session.sequence.checkpoints == {}
+
+
+def test_a_recurrent_state_goes_back_to_a_checkpoint_only(hybrid):
+    """Keys can be cut off anywhere; a state that stayed ahead of them would drift without a sign."""
+    text, more = few_ids(90, 3), few_ids(12, 4)
+    with dl.create_session(hybrid, n_ctx=600, rewind=90) as session:
+        session.eval(text[:40])
+        session.checkpoint()
+        session.eval(text[40:70])
+        session.checkpoint()
+        session.eval(text[70:])
+        for n in (1, 39, 41, 89):
+            with pytest.raises(dl.CannotRewind, match=f"from 90 to {n}, only to a checkpoint: 0, 40, 70"):
+                session.truncate(n)
+        assert session.tokens == text
+        for n in (90, 70, 40, 40):
+            session.truncate(n)
+            assert torch.equal(session.eval(more, logits="all"), fresh(hybrid, text[:n], more))
+            session.eval(few_ids(7, 5))
+        assert list(session.sequence.checkpoints) == [40]
+        session.truncate(0)
+        assert torch.equal(session.eval(more, logits="all"), fresh_start(hybrid, more))
+    assert session.sequence.held_bytes == 0
+
+
+def test_a_failed_evaluation_leaves_no_state_between_two_tokens(hybrid):
+    text = few_ids(30, 6)
+    with dl.create_session(hybrid) as session, dl.create_session(hybrid) as bystander:
+        session.eval(text[:10])
+        session.checkpoint()
+        session.eval(text[10:20])
+        bystander.eval(text)
+
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        hook = hybrid.model.layers[2].register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            session.eval(text[20:])
+        hook.remove()
+        assert session.tokens == text[:20]
+        for call in (lambda: session.eval([1]), lambda: session.truncate(20), session.checkpoint):
+            with pytest.raises(dl.CannotRewind):
+                call()
+        assert torch.equal(bystander.eval([1]), fresh(hybrid, text, [1])[-1])
+        session.truncate(10)
+        assert torch.equal(session.eval(text[10:], logits="all"), fresh(hybrid, text[:10], text[10:]))
+
+
+def test_a_failed_evaluation_over_pages_alone_is_as_if_it_had_not_been(model):
+    text = ids(30, seed=9)
+    with dl.create_session(model) as session:
+        session.eval(text[:10])
+        hook = model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.eval(text[10:])
+        hook.remove()
+        assert session.tokens == text[:10]
+        assert torch.equal(session.eval(text[10:], logits="all"), fresh(model, text[:10], text[10:]))
+
+
+@torch.no_grad()
+def test_padding_leaves_states_alone(hybrid):
+    """Rows of a batch with padding on either side give what each gives alone, bit for bit."""
+    rows = [few_ids(n, seed) for seed, n in enumerate((4, 23, 11))]
+    alone = [hybrid(torch.tensor([row])).logits[0] for row in rows]
+    for left in (True, False):
+        batch, mask = torch.randint(0, 256, (3, 23)), torch.zeros(3, 23, dtype=torch.long)
+        for i, row in enumerate(rows):
+            place = slice(23 - len(row), 23) if left else slice(len(row))
+            batch[i, place], mask[i, place] = torch.tensor(row), 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = hybrid(batch, attention_mask=mask, position_ids=positions).logits
+        for i, wanted in enumerate(alone):
+            assert torch.equal(logits[i][mask[i].bool()], wanted)
+
+
+def test_more_context_than_memory_is_refused(model, hybrid):
+    for each in (model, hybrid):
+        with pytest.raises(dl.OutOfPages, match="n_ctx is 1000000000000, which takes .* bytes of f16 cache"):
+            dl.create_session(each, n_ctx=10**12)

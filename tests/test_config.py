@@ -293,6 +293,16 @@ def test_which_layers_are_recurrent():
             assert not hasattr(layer, kinds[not is_recurrent])
 
 
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35", "qwen35moe", "qwen3next"])
+def test_blocks_that_draft_tokens_are_left_with_a_warning(arch):
+    with pytest.warns(UserWarning, match=r"made.gguf: 1 NextN block\(s\) for drafting tokens are not used yet"):
+        model = build(arch, {"block_count": 3, "nextn_predict_layers": 1})
+    assert len(model.config.layers) == len(model.model.layers) == 2
+    for n in (-1, 3, "one"):
+        with pytest.raises(dl.GGUFError, match="nextn_predict_layers"):
+            build(arch, {"block_count": 3, "nextn_predict_layers": n})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
