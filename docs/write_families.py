@@ -21,8 +21,8 @@ Written by `docs/write_families.py` from what the tests measure.
 
 Each case is a tiny model of random weights, made by transformers 5.24 and converted by llama.cpp. Logits and hidden
 states are compared with transformers in f32, in `fp32` mode, at all positions that the golden data hold: the largest
-difference, divided by the standard deviation of the values. Greedy: how many of the 24 tokens after a prompt of 7 and of
-40 are transformers' own. Native: the same file in Q8_0, the mean log-probability of a text of 100 tokens in native
+difference, divided by the standard deviation of the values. Greedy: how many of the 24 tokens after a prompt of 7 and
+of 40 are transformers' own. Native: the same file in Q8_0, the mean log-probability of a text of 100 tokens in native
 arithmetic against the dequantized model. What they must be stands in `tests/tolerances.py`.
 
 | architecture | transformers class | case | logits | hidden states | greedy | native, Q8_0 |

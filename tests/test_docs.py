@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import textwrap
 
 from conftest import ROOT
 from families import TINY
@@ -17,3 +18,17 @@ def test_the_table_of_families_is_of_these_families():
     rows = re.findall(r"^\| `([^`]+)` \| `\w+` \| ([\w-]+) \|", text, re.M)
     assert {case for _, case in rows} == set(TINY)
     assert {arch for arch, _ in rows} == set(script.families())
+
+
+def test_the_worked_example_is_what_the_family_says():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.split("## Adding a family")[1].split("\n## ")[0]
+    source = (ROOT / "dasllama_torch" / "arch" / "smollm3.py").read_text()
+    registry = (ROOT / "dasllama_torch" / "arch" / "__init__.py").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    assert textwrap.indent(textwrap.dedent(block), " " * 8).strip() in source
+    for code in ('self.v_proj = Linear(w, "attn_v", G * D, C)', "IGNORED"):
+        assert f"`{code}`" in section
+        assert code in source
+    assert '`"smollm3": ("smollm3", "SmolLM3")`' in section
+    assert '"smollm3": ("smollm3", "SmolLM3")' in registry
