@@ -14,6 +14,8 @@ from importlib import import_module
 _WHERE = {
     "load_model": "api",
     "build_model": "api",
+    "caps": "api",
+    "Caps": "arch.caps",
     "create_session": "api",
     "eval_batch": "api",
     "Session": "engine.session",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.arch import family
+from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
@@ -110,6 +111,11 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
             f"{config.n_vocab} rows"
         )
     return model.eval()
+
+
+def caps(model: CausalLM) -> Caps:
+    """What the model can do and what it is made of, see `Caps`."""
+    return Caps.of(model.config, model.metadata)
 
 
 def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = None, *, rewind: int = 0) -> Session:

@@ -5,6 +5,7 @@ exit code 2. Anything heavy is imported by the command that needs it: only `run`
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -276,6 +277,7 @@ def _facts(file: "GGUFFile") -> dict[str, Any]:
         "bytes": file.nbytes,
         "gguf_version": file.version,
         "architecture": md.get("general.architecture"),
+        "caps": _caps(file),
         "parameters": parameters,
         "bits_per_weight": round(8 * tensor_bytes / parameters, 4) if parameters else None,
         "metadata": {key: _json_value(md, key) for key in md if not key.startswith("tokenizer.chat_template")},
@@ -286,6 +288,25 @@ def _facts(file: "GGUFFile") -> dict[str, Any]:
         "types": types,
         "tensors": tensors,
     }
+
+
+def _caps(file: "GGUFFile") -> dict[str, Any]:
+    """What `caps()` says of the model, with its text as "summary"; or {"unsupported": why}."""
+    from dasllama_torch.arch import FAMILIES, family
+    from dasllama_torch.errors import DasllamaError
+
+    md = file.metadata
+    arch = md.get("general.architecture")
+    if arch not in FAMILIES:
+        return {"unsupported": f"architecture {arch!r} is not implemented"}
+    from dasllama_torch.arch.caps import Caps
+    from dasllama_torch.gguf.source import GGUFSource
+
+    try:
+        found = Caps.of(family(arch, md.origin).config.from_gguf(md, GGUFSource(file)), md)
+    except DasllamaError as e:
+        return {"unsupported": str(e)}
+    return {**dataclasses.asdict(found), "summary": str(found)}
 
 
 def _json_value(md: Any, key: str) -> Any:
@@ -329,6 +350,9 @@ def _describe(facts: dict[str, Any]) -> list[str]:
         f"architecture   {_value(architecture) if architecture is not None else 'not stated'}",
         f"parameters     {facts['parameters']:,}, {facts['bits_per_weight'] or 0:.2f} bits per weight",
     ]
+    caps = facts["caps"]
+    said = caps["summary"].split("; ") if "summary" in caps else [f"not supported: {_printable(caps['unsupported'])}"]
+    lines += [f"{'' if i else 'model':14} {line}" for i, line in enumerate(said)]
     for title, entries in own.items():
         if entries:
             lines += ["", title, *(f"  {_printable(key):44} {_value(value)}" for key, value in entries.items())]

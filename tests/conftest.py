@@ -1,6 +1,7 @@
 """Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is
 missing. With CI=true they must be there, and the test fails instead."""
 
+import json
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +20,25 @@ ROOT = Path(__file__).resolve().parent.parent
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # they share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--measured", metavar="FILE", help="append what tests measure, a line of JSON each, for docs/write_families.py"
+    )
+
+
+@pytest.fixture
+def measured(request):
+    """Note a figure: of a golden case, of a kind, the value."""
+    path = request.config.getoption("measured")
+
+    def note(case: str, what: str, value: float) -> None:
+        if path:
+            with open(path, "a") as file:
+                file.write(json.dumps([case, what, value]) + "\n")
+
+    return note
 
 
 @pytest.fixture(scope="session")

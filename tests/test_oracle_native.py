@@ -42,7 +42,7 @@ class Routing:
         return (weights / weights.sum(-1, keepdim=True) if renormalize else weights) * scale, ids
 
 
-def test_native_is_near_the_dequantized_model(path, oracle, monkeypatch):
+def test_native_is_near_the_dequantized_model(path, oracle, monkeypatch, measured):
     routing = Routing(monkeypatch)
     ids = np.load(oracle / "tiny" / f"{path.stem}.npz")["ids_s100"].tolist()
     reset_report()
@@ -53,6 +53,7 @@ def test_native_is_near_the_dequantized_model(path, oracle, monkeypatch):
     assert not routing.chosen
     difference = found - wanted
     of_the_text = difference[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))
+    measured(path.stem, "native", of_the_text.mean().abs().item())
     assert of_the_text.mean().abs() <= NATIVE_LOGPROB
     assert 0 < difference.abs().mean() <= NATIVE_LOGPROB_RANDOM * TINY[path.stem]
 
