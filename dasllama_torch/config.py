@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dasllama_torch.errors import UnsupportedModel
+from dasllama_torch.errors import GGUFError, UnsupportedModel
 from dasllama_torch.gguf.metadata import REQUIRED, Metadata
 from dasllama_torch.gguf.source import TensorSource
 
@@ -333,11 +333,19 @@ def read_rope(md: Metadata, dim: int, freq_factors: tuple[float, ...] | None = N
 
 
 def read_delta(md: Metadata, n_layers: int) -> list[DeltaSpec | None]:
-    """Read the `ssm.*` keys of md's architecture: the spec of each recurrent layer, None for one with attention."""
+    """Read the `ssm.*` keys of md's architecture: the spec of each recurrent layer, None for one with attention.
+
+    n_layers: without blocks that draft tokens, which `attention.recurrent_layers` may or may not list.
+    """
     a = md.arch
     every = a.int("full_attention_interval", 4, min=1, max=MAX_LAYERS)
     by_interval = tuple((i + 1) % every != 0 for i in range(n_layers))
-    recurrent = a.bools("attention.recurrent_layers", by_interval, length=n_layers)
+    recurrent = a.bools("attention.recurrent_layers", by_interval)
+    if len(recurrent) not in (n_layers, a.int("block_count")):
+        raise GGUFError(
+            f"{md.origin}: attention.recurrent_layers has {len(recurrent)} entries, wanted one for each of the "
+            f"{n_layers} layers"
+        )
     k_heads = a.int("ssm.group_count", min=1, max=MAX_WIDTH)
     v_heads = a.int("ssm.time_step_rank", min=1, max=MAX_WIDTH)
     inner = a.int("ssm.inner_size", min=1, max=MAX_WIDTH)
@@ -353,7 +361,7 @@ def read_delta(md: Metadata, n_layers: int) -> list[DeltaSpec | None]:
         v_dim=inner // v_heads,
         conv_taps=a.int("ssm.conv_kernel", min=1, max=64),
     )
-    return [delta if is_recurrent else None for is_recurrent in recurrent]
+    return [delta if is_recurrent else None for is_recurrent in recurrent[:n_layers]]
 
 
 def read_axes(md: Metadata, dim: int, interleaved: bool) -> tuple[int, ...]:

@@ -286,7 +286,17 @@ def test_which_layers_are_recurrent():
     kinds = {True: "linear_attn", False: "self_attn"}
     every = build("qwen35", {"block_count": 9, "full_attention_interval": None})
     listed = build("qwen35", {"block_count": 3, "attention.recurrent_layers": [False, True, True]})
-    for model, wanted in ((every, [True, True, True, False] * 2 + [True]), (listed, [False, True, True])):
+    drafting = {"block_count": 3, "nextn_predict_layers": 1}
+    with pytest.warns(UserWarning, match="NextN"):
+        short = build("qwen35", drafting | {"attention.recurrent_layers": [False, True]})
+    with pytest.warns(UserWarning, match="NextN"):
+        long = build("qwen35", drafting | {"attention.recurrent_layers": [False, True, False]})
+    for model, wanted in (
+        (every, [True, True, True, False] * 2 + [True]),
+        (listed, [False, True, True]),
+        (short, [False, True]),
+        (long, [False, True]),
+    ):
         assert [layer.delta is not None for layer in model.config.layers] == wanted
         for layer, is_recurrent in zip(model.model.layers, wanted, strict=True):
             assert hasattr(layer, kinds[is_recurrent])

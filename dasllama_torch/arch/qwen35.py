@@ -45,8 +45,8 @@ class Qwen35Config(DecoderConfig):
         g = read_geometry(md, w, experts_only=True)
         dim = read_rotary_dim(md, g.head_dim)
         rope = replace(read_rope(md, dim), axes=read_axes(md, dim, interleaved=True))
-        deltas, moe = read_delta(md, g.n_layers), read_moe(md, renormalize=True, shared=True)
         n_layers = leave_nextn(md, w, g.n_layers)
+        deltas, moe = read_delta(md, n_layers), read_moe(md, renormalize=True, shared=True)
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i], moe=moe) for i in range(n_layers)))
 
 

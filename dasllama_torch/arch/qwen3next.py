@@ -39,8 +39,8 @@ class Qwen3NextConfig(DecoderConfig):
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Qwen3NextConfig":
         g = read_geometry(md, w, experts_only=True)
         rope = read_rope(md, read_rotary_dim(md, g.head_dim))
-        deltas, moe = read_delta(md, g.n_layers), read_moe(md, renormalize=True, shared=True)
         n_layers = leave_nextn(md, w, g.n_layers)
+        deltas, moe = read_delta(md, n_layers), read_moe(md, renormalize=True, shared=True)
         return cls.build(md, g, (g.layer(i, rope=rope, delta=deltas[i], moe=moe) for i in range(n_layers)))
 
 
