@@ -1,6 +1,8 @@
 """Windowed pages, recurrent states and rewinding: the memory of local layers stays bounded, states belong to their
 sequence alone, and going back is exact or refused."""
 
+import random
+
 import hf_twin
 import pytest
 import torch
@@ -259,6 +261,48 @@ def test_padding_leaves_states_alone(hybrid):
         logits = hybrid(batch, attention_mask=mask, position_ids=positions).logits
         for i, wanted in enumerate(alone):
             assert torch.equal(logits[i][mask[i].bool()], wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen35"])
+def test_whatever_is_done_to_sessions_that_share_a_pool(name, oracle):
+    """Random evaluations, checkpoints, ways back and ends: results are those of fresh sessions, and nothing is lost."""
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf")
+    pool, choose = own_pool(model), random.Random(1)
+    sessions = [Session(model, pool, 500, rewind) for rewind in (0, 30, 500)]
+    refused = gone_back = 0
+    for step in range(250):
+        i = choose.randrange(3)
+        session, tokens = sessions[i], list(sessions[i].tokens)
+        action = choose.choice(["eval", "eval", "eval", "checkpoint", "truncate", "truncate", "close"])
+        if action == "eval" and len(tokens) < 400:
+            some = choose.sample(sessions, choose.randint(1, 3))
+            dl.eval_batch(some, [few_ids(choose.choice([1, 1, 5, 70]), step + j) for j in range(len(some))], None)
+        elif action == "checkpoint":
+            session.checkpoint()
+        elif action == "truncate" and tokens:
+            n = choose.choice([*session.sequence.checkpoints, choose.randrange(len(tokens)), max(0, len(tokens) - 20)])
+            try:
+                session.truncate(n)
+                gone_back += 1
+                assert session.tokens == tokens[:n]
+            except dl.CannotRewind:
+                refused += 1
+                assert session.tokens == tokens
+        elif action == "close" and step % 5 == 0:
+            session.close()
+            sessions[i] = Session(model, pool, 500, session.sequence.rewind)
+        assert pool.used_bytes == sum(s.sequence.held_bytes for s in sessions)
+        if step % 10 == 9 and session.n_past < 480:
+            found = session.eval([3, 1, 4], logits="all")
+            wanted = (
+                fresh(model, session.tokens[:-3], [3, 1, 4]) if session.n_past > 3 else fresh_start(model, [3, 1, 4])
+            )
+            assert torch.equal(found, wanted)
+    assert refused > 3
+    assert gone_back > 10
+    for session in sessions:
+        session.close()
+    assert pool.used_bytes == 0
 
 
 def test_more_context_than_memory_is_refused(model, hybrid):

@@ -93,8 +93,9 @@ def test_thread_count(path, mode):
     assert torch.equal(results[0], results[2])
 
 
-def test_a_window_larger_than_one_forward(oracle):
-    model = dl.load_model(oracle / "tiny" / "gemma3.gguf")
+@pytest.mark.parametrize("name", ["gemma3", "qwen35"])
+def test_a_window_larger_than_one_forward(name, oracle):
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf")
     ids = text(6, 510)  # with the next one: more than one window of rows
     other = text(7, 300)
     wanted = whole(model, ids, "f16"), whole(model, other, "f16")

@@ -25,10 +25,10 @@ void by_channels(const Sequences& sequences, int64_t rows, int64_t C, int64_t K,
   const int64_t n = static_cast<int64_t>(sequences.all.size()), blocks = (C + kChannels - 1) / kChannels;
   if (!n) return;
   parallel(n * blocks, 1 + 8192 / (rows / n * kChannels * K + 1), [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch(static_cast<size_t>(K * kChannels));
+    float* scratch = static_cast<float*>(thread_scratch(static_cast<size_t>(K * kChannels) * sizeof(float)));
     for (int64_t i = begin; i < end; i++) {
       const int64_t first = i / n * kChannels;
-      f(sequences.all[i % n], first, std::min(C, first + kChannels), scratch.data());
+      f(sequences.all[i % n], first, std::min(C, first + kChannels), scratch);
     }
   });
 }
@@ -48,7 +48,7 @@ Tensor convolve(const char* op, const char* name, const Tensor& x, const Tensor&
       if (id[t] < 0) std::fill_n(a.out + t * a.C, a.C, 0.0f);
     const Kernels& k = kernels();
     count_call(op, k.name);
-    by_channels({id, T, n_states}, T, a.C, a.K, [&](const Sequences::One& s, int64_t begin, int64_t end, float* scratch) {
+    by_channels({id, T}, T, a.C, a.K, [&](const Sequences::One& s, int64_t begin, int64_t end, float* scratch) {
       k.causal_conv1d(a, s.rows, s.n, states + s.state * (a.K - 1) * a.C, begin, end, scratch);
     });
   });
@@ -82,7 +82,7 @@ Tensor causal_conv1d_backward(const Tensor& grad, const Tensor& x, const Tensor&
          dz = new_like(x, x.dim(), {}, ScalarType::Float);
   const ConvArgs a = {in.data, in.stride, weight.const_data_ptr<float>(), in.C, weight.size(1),
                       dx.mutable_data_ptr<float>()};
-  const Sequences sequences(ids, in.rows, state.size(0));
+  const Sequences sequences(ids, in.rows);
   const float *g_data = g.const_data_ptr<float>(), *states = state.const_data_ptr<float>();
   float* dz_data = dz.mutable_data_ptr<float>();
   const Kernels& k = kernels();

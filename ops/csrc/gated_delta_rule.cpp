@@ -38,9 +38,9 @@ struct Call {
     const int64_t n = static_cast<int64_t>(sequences.all.size()), groups = args.H / heads;
     if (!n) return;
     parallel(n * groups, 1 + 16384 / (v.T / n * heads * args.Dk * args.Dv + 1), [&](int64_t begin, int64_t end) {
-      std::vector<float> scratch(static_cast<size_t>(floats));
+      float* scratch = static_cast<float*>(thread_scratch(static_cast<size_t>(floats) * sizeof(float)));
       for (int64_t i = begin; i < end; i++)
-        for (int64_t h = i / n * heads; h < (i / n + 1) * heads; h++) f(sequences.all[i % n], h, scratch.data());
+        for (int64_t h = i / n * heads; h < (i / n + 1) * heads; h++) f(sequences.all[i % n], h, scratch);
     });
   }
 
@@ -72,7 +72,7 @@ Tensor run(const char* op, const char* name, Call call, const Tensor& v, const T
       if (id[t] < 0) std::fill_n(a.out + t * a.H * a.Dv, a.H * a.Dv, 0.0f);
     const Kernels& k = kernels();
     count_call(op, k.name);
-    call.by_heads({id, T, n_states}, 1, delta_scratch(a), [&](const Sequences::One& s, int64_t head, float* scratch) {
+    call.by_heads({id, T}, 1, delta_scratch(a), [&](const Sequences::One& s, int64_t head, float* scratch) {
       k.gated_delta_rule(a, s.rows, s.n, head, states + (s.state * a.H + head) * a.Dk * a.Dv, scratch);
     });
   });
@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_backward(
   Tensor dq = zeros(q), dk = zeros(k), dv = zeros(v), dg = zeros(g), dbeta = zeros(beta);
   const DeltaGradients to = {dq.mutable_data_ptr<float>(), dk.mutable_data_ptr<float>(), dv.mutable_data_ptr<float>(),
                              dg.mutable_data_ptr<float>(), dbeta.mutable_data_ptr<float>()};
-  const Sequences sequences(ids, call.v.T, state.size(0));
+  const Sequences sequences(ids, call.v.T);
   int64_t longest = 0;
   for (const Sequences::One& s : sequences.all) longest = std::max(longest, s.n);
   const float *dy_data = dy.const_data_ptr<float>(), *states = state.const_data_ptr<float>();

@@ -1,7 +1,6 @@
 // The rows of a ragged batch by sequence, for ops whose rows go on from a state.
 #pragma once
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "binding.h"
@@ -17,8 +16,8 @@ struct Sequences {
   std::vector<int64_t> order;  // live rows by sequence, within one as they stand in the batch
   std::vector<One> all;
 
-  // ids int32 [T]: the state of each row's sequence, below `states`, or -1 for an inert row.
-  Sequences(const int32_t* ids, int64_t T, int64_t states) {
+  // ids int32 [T]: the state of each row's sequence, or -1 for an inert row.
+  Sequences(const int32_t* ids, int64_t T) {
     for (int64_t t = 0; t < T; t++)
       if (ids[t] >= 0) order.push_back(t);
     const auto earlier = [&](int64_t a, int64_t b) { return ids[a] < ids[b]; };
