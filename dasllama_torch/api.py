@@ -20,7 +20,7 @@ from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
-from dasllama_torch.memory import has_huge_pages, physical_memory
+from dasllama_torch.memory import available_memory, has_huge_pages, physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
@@ -53,7 +53,7 @@ def load_model(
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
     mmap: True leaves the weights in the mapped file: no time to load, shared between processes. False reads them into
     memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
-    default, reads where there are huge pages and the file is at most half of the machine's memory.
+    default, reads where there are huge pages and the file is at most half of the memory that is available.
     progress: show a bar on standard error for a file of more than half a gigabyte.
     Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
     TokenizerError for a vocabulary of an unknown kind.
@@ -74,7 +74,7 @@ def load_model(
 
 
 def _fits(file: ModelFile) -> bool:
-    return has_huge_pages() and file.nbytes <= physical_memory() // 2
+    return has_huge_pages() and file.nbytes <= available_memory() // 2
 
 
 def _read_tensors(file: ModelFile, progress: bool) -> None:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -61,3 +62,24 @@ def physical_memory() -> int:
         ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
         return status.total
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping or being killed: on Linux what the kernel says is available, within the
+    limit of the process's group (a container's); elsewhere all of the machine's memory."""
+    found = [physical_memory()]
+    for path in (_MEMINFO, *_GROUP_LIMITS):
+        try:
+            text = path.read_text("ascii")
+        except OSError:
+            continue
+        if path == _MEMINFO:
+            text = str(1024 * int(re.search(r"^MemAvailable: +(\d+) kB$", text, re.M)[1]))
+        if text.strip().isdecimal():  # "max": no limit
+            found.append(int(text))
+    return min(found)
+
+
+_MEMINFO = Path("/proc/meminfo")
+# Of control groups, version 2 and 1; in a container its own.
+_GROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")

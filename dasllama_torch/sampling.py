@@ -104,7 +104,8 @@ def sample(logits: Tensor, history: Sequence[int], params: SamplingParams, gener
     """The next token's id. logits f32 [V]; history: the session's tokens; one uniform number is drawn unless greedy."""
     logits = penalize(logits, history, params)
     if params.temp <= 0:
-        return int(logits.argmax())
+        # One thread of NumPy is faster than all of torch's, which have to wake.
+        return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
     ids, probs = candidates(logits, params)
     draw = torch.rand((), generator=generator, dtype=torch.float64)
     index = int(torch.searchsorted(probs.double().cumsum(0).cpu(), draw, right=True))

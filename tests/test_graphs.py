@@ -1,6 +1,8 @@
 """Recorded steps: the modules' own results to the bit, and no longer than they are what the modules would do."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -184,28 +186,52 @@ def test_a_hook_takes_effect_and_its_removal_too(model):
     assert hooked.isfinite().all()
 
 
-def test_what_cannot_be_recorded_is_run_by_the_modules_once_a_step(model):
+def test_modules_from_elsewhere_run_themselves(model):
     class Own(nn.Module):
         def forward(self, x):
             return torch.sin(x)
 
-    model.model.layers[0].post_feedforward_layernorm = Own()
+    class OwnOfOurs(RMSNorm):
+        calls = 0
+
+        def forward(self, x):
+            OwnOfOurs.calls += 1
+            return super().forward(x)
+
+    layer = model.model.layers[0]
+    layer.post_feedforward_layernorm = Own()
     with dl.create_session(model) as session:
         _, steps = counted(lambda: [session.eval([i]) for i in range(1, 4)])
     assert steps == {"eager": 3}
-    assert "post_feedforward_layernorm is a Own" in graphs.why_not(model)
+    assert graphs.why_not(model) == "model.layers.0.post_feedforward_layernorm is a Own, which is not of this package"
 
-    class OwnOfOurs(RMSNorm):
-        def forward(self, x):
-            return torch.sin(super().forward(x))
+    layer.post_feedforward_layernorm = layer.post_attention_layernorm
+    layer.post_attention_layernorm.__class__ = OwnOfOurs
+    with dl.create_session(model) as session:
+        _, steps = counted(lambda: [session.eval([i]) for i in range(1, 4)])
+    assert steps == {"eager": 3}
+    assert OwnOfOurs.calls == 6
 
-    norm = model.model.layers[0].post_attention_layernorm
-    norm.__class__ = OwnOfOurs
-    model.model.layers[0].post_feedforward_layernorm = norm
+
+def test_what_cannot_be_recorded_is_named(model, monkeypatch):
+    forward = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: torch.sin(forward(self, x)))
     with dl.create_session(model) as session:
         _, steps = counted(lambda: [session.eval([i]) for i in range(1, 4)])
     assert steps == {"eager": 3}
     assert "aten.sin" in graphs.why_not(model)
+
+
+def test_a_dropped_model_is_freed(oracle):
+    model = dl.load_model(oracle / "tiny" / "gemma3.gguf")
+    with dl.create_session(model) as session:
+        session.eval([1])
+        session.eval([2])
+    model_gone, pool_gone = weakref.ref(model), weakref.ref(session.pool)
+    del model, session
+    gc.collect()
+    assert model_gone() is None
+    assert pool_gone() is None
 
 
 def test_modes_see_every_op(model):

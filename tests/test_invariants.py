@@ -57,22 +57,25 @@ def test_chunked_prefill(path, mode, kv_dtype):
         assert_same(in_chunks(model, ids, size, kv_dtype), wanted, mode)
 
 
-def test_ragged_batch(path, mode):
-    model = dl.load_model(path, mode=mode)
-    first, second, third = text(2, 77), text(3, 5), text(4, 150)
-    wanted = [whole(model, ids, "f16") for ids in (first, second, third)]
-    sessions = [dl.create_session(model, n_ctx=N_CTX) for _ in range(3)]
-    # Prefill and decode rows mixed, sessions at different positions, rows of one session next to another's.
+def ragged(model):
+    """Three sessions alone, and in one batch: prefill and decode rows mixed, at different positions."""
+    texts = text(2, 77), text(3, 5), text(4, 150)
+    wanted = [whole(model, ids, "f16") for ids in texts]
+    sessions = [dl.create_session(model, n_ctx=N_CTX) for _ in texts]
     cuts = [(0, 70, 77), (0, 4, 5), (0, 1, 150)]
     found = [[], [], []]
     for stage in range(2):
-        parts = [ids[cut[stage] : cut[stage + 1]] for ids, cut in zip((first, second, third), cuts, strict=True)]
+        parts = [ids[cut[stage] : cut[stage + 1]] for ids, cut in zip(texts, cuts, strict=True)]
         for i, logits in enumerate(dl.eval_batch(sessions, parts, logits="all")):
             found[i].append(logits)
     for session in sessions:
         session.close()
-    for rows, want in zip(found, wanted, strict=True):
-        assert_same(torch.cat(rows), want, mode)
+    return zip(map(torch.cat, found), wanted, strict=True)
+
+
+def test_ragged_batch(path, mode):
+    for found, wanted in ragged(dl.load_model(path, mode=mode)):
+        assert_same(found, wanted, mode)
 
 
 def test_thread_count(path, mode):

@@ -91,7 +91,23 @@ def test_where_weights_lie(oracle, mmap):
 def test_what_is_too_large_for_memory_stays_mapped(oracle, monkeypatch):
     path = oracle / "tiny" / "llama.gguf"
     monkeypatch.setattr("dasllama_torch.api.has_huge_pages", lambda: True)
-    monkeypatch.setattr("dasllama_torch.api.physical_memory", lambda: 2 * path.stat().st_size - 2)
+    monkeypatch.setattr("dasllama_torch.api.available_memory", lambda: 2 * path.stat().st_size - 2)
     model = dl.load_model(path)
     assert path.name in mapped_files()
     assert model.config.n_embd == 64
+
+
+@linux
+def test_available_memory(tmp_path, monkeypatch):
+    assert 0 < memory.available_memory() <= memory.physical_memory()
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_GROUP_LIMITS", (tmp_path / "absent", limit))
+    limit.write_text("max\n")
+    free = memory.available_memory()
+    assert free > 12345678
+    limit.write_text("12345678\n")
+    assert memory.available_memory() == 12345678
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24000000 kB\nMemAvailable:       1000 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    assert memory.available_memory() == 1024000

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from families import TINY
-from test_invariants import in_chunks, text, whole
+from test_invariants import in_chunks, ragged, text, whole
 from tolerances import NATIVE_LOGPROB, NATIVE_LOGPROB_RANDOM
 
 import dasllama_torch as dl
@@ -64,3 +64,8 @@ def test_however_the_tokens_are_cut(path):
     wanted = whole(model, ids, "f16")
     for size in (1, 3, 64):
         assert torch.equal(in_chunks(model, ids, size, "f16"), wanted)
+
+
+def test_whoever_else_is_in_the_batch(path):
+    for found, wanted in ragged(dl.load_model(path)):
+        assert torch.equal(found, wanted)

@@ -169,8 +169,9 @@ _HOOK = "a hook"
 def _obstacle(model: nn.Module) -> str:
     """Why a step of the modules as they are may not be recorded, or ""."""
     for name, module in model.named_modules():
-        if not isinstance(module, base.Watched):
-            return f"{name} is a {type(module).__name__}, which does not tell of its changes"
+        # Others may do more than ops, and do not tell of their changes.
+        if not isinstance(module, base.Watched) or not type(module).__module__.startswith("dasllama_torch."):
+            return f"{name or 'the model'} is a {type(module).__name__}, which is not of this package"
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return f"{_HOOK} of {name or 'the model'}"
         if "forward" in module.__dict__:
