@@ -34,7 +34,9 @@ _library.dasllama_program_size.restype = ctypes.c_int64
 _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_run.restype = ctypes.c_char_p
-_library.dasllama_program_run.argtypes = [ctypes.c_void_p]
+_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
+_library.dasllama_program_op.restype = ctypes.c_char_p
+_library.dasllama_program_op.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
 
 class Program:
@@ -54,9 +56,19 @@ class Program:
 
         Raises KernelError for what an op refuses: an id or page out of range.
         """
+        self._run(None)
+
+    def profile(self) -> list[tuple[str, float]]:
+        """`run`, and for each op in turn its name and the seconds that it took."""
+        seconds = (ctypes.c_double * len(self))()
+        self._run(seconds)
+        names = [_library.dasllama_program_op(self._handle, i).decode() for i in range(len(self))]
+        return list(zip(names, seconds, strict=True))
+
+    def _run(self, seconds) -> None:
         if self.refused:
             raise KernelError(f"the program is void: {self.refused}")
-        error = _library.dasllama_program_run(self._handle)
+        error = _library.dasllama_program_run(self._handle, seconds)
         if error is not None:
             raise KernelError(error.decode())
 

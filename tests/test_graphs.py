@@ -270,6 +270,9 @@ def test_a_program_refuses_what_its_ops_refuse(oracle):
     ids[1] = 7
     program.run()
     assert torch.equal(y, embed(torch.tensor([3, 7])))
+    ((op, seconds),) = program.profile()
+    assert op == "embedding"
+    assert seconds > 0
     ids[0] = 256
     with pytest.raises(KernelError, match="embedding: id 256 is outside the table of 256 rows"):
         program.run()

@@ -64,10 +64,15 @@ const Kernels& kernels() {
   return *table;
 }
 
+thread_local const char* last_op = "";
+
 void count_call(const char* op, const char* variant) {
+  last_op = op;
   std::lock_guard<std::mutex> lock(calls_mutex);
   calls[{op, variant}]++;
 }
+
+const char* last_counted() { return last_op; }
 
 }  // namespace dasllama
 

@@ -206,5 +206,7 @@ const Kernels& kernels();
 
 // Counts one call of `op` served by `variant` (both string literals) for dasllama_report.
 void count_call(const char* op, const char* variant);
+// The op that the calling thread counted last, or "".
+const char* last_counted();
 
 }  // namespace dasllama

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <chrono>
 #include <exception>
 
 #include "team.h"
@@ -37,17 +38,29 @@ DASLLAMA_EXPORT int64_t dasllama_program_size(const void* program) {
   return static_cast<int64_t>(static_cast<const Program*>(program)->entries.size());
 }
 
+DASLLAMA_EXPORT const char* dasllama_program_op(const void* program, int64_t i) {
+  return static_cast<const Program*>(program)->entries[static_cast<size_t>(i)].op;
+}
+
 DASLLAMA_EXPORT void dasllama_program_free(void* program) { delete static_cast<Program*>(program); }
 
-// Runs on torch's threads, all of them for the whole of it. Returns null, or what went wrong; the text lives until the
-// thread's next call.
-DASLLAMA_EXPORT const char* dasllama_program_run(const void* program) {
+// Runs on torch's threads, all of them for the whole of it. seconds: null, or takes the time of each op. Returns null, or
+// what went wrong; the text lives until the thread's next call.
+DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, double* seconds) {
   try {
     const int threads = static_cast<int>(torch::stable::get_num_threads());
     dasllama::Team team(threads);
     std::exception_ptr failed;
     const auto entries = [&] {
-      for (const Program::Entry& entry : static_cast<const Program*>(program)->entries) entry.body();
+      for (const Program::Entry& entry : static_cast<const Program*>(program)->entries) {
+        if (!seconds) {
+          entry.body();
+          continue;
+        }
+        const auto start = std::chrono::steady_clock::now();
+        entry.body();
+        *seconds++ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      }
     };
     // One piece for each thread. Where torch gives them all to one, as within another parallel loop, it is the leader's.
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {

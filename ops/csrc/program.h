@@ -10,10 +10,13 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "kernels.h"
+
 namespace dasllama {
 
 struct Program {
   struct Entry {
+    const char* op;
     std::function<void()> body;
     std::vector<torch::stable::Tensor> kept;  // whose memory the body reads and writes
   };
@@ -33,7 +36,7 @@ inline void not_recorded(const char* what) {
 template <class F>
 void perform(std::initializer_list<torch::stable::Tensor> kept, F body) {
   body();
-  if (Program* program = recording()) program->entries.push_back({std::move(body), kept});
+  if (Program* program = recording()) program->entries.push_back({last_counted(), std::move(body), kept});
 }
 
 }  // namespace dasllama
