@@ -1,5 +1,5 @@
-// Binding of causal_conv1d, causal_conv1d_update and causal_conv1d_backward; semantics in ops/causal_conv1d.py, loops in
-// kernels/causal_conv1d.inl.
+// Binding of causal_conv1d, causal_conv1d_update and causal_conv1d_backward; semantics in ops/causal_conv1d.py, loops
+// in kernels/causal_conv1d.inl.
 #include "sequences.h"
 #include "views.h"
 

@@ -55,15 +55,13 @@ void for_strips(const Groups& groups, int64_t n, int64_t strip, int64_t K, const
   std::vector<int64_t> start(E + 1);  // of a group's work, in units of a strip and a row
   for (int64_t e = 0; e < E; e++) start[e + 1] = start[e] + (groups.size(e) ? strips * (groups.size(e) + kUnpack) : 0);
   parallel(start[E], 1 + kTaskWork / (strip * K + 1), [&](int64_t begin, int64_t end) {
-    // A strip is done by the thread that got its first unit.
+    // A strip is done by the thread that got its last unit.
     int64_t e = std::upper_bound(start.begin(), start.end(), begin) - start.begin() - 1;
     for (; e < E && start[e] < end; e++) {
       if (!groups.size(e)) continue;
       const int64_t cost = groups.size(e) + kUnpack;
-      const auto strips_before = [&](int64_t unit) {
-        return (std::max<int64_t>(unit - start[e], 0) + cost - 1) / cost;
-      };
-      const int64_t first = strips_before(begin), last = std::min(strips, strips_before(end));
+      const int64_t first = std::max<int64_t>(begin - start[e], 0) / cost;
+      const int64_t last = std::min(strips, (end - start[e]) / cost);
       if (first < last) f(e, first * strip, std::min(n, last * strip));
     }
   });

@@ -16,7 +16,8 @@ namespace {
 Tensor gated_act(const Tensor& gate, const Tensor& up, int64_t act) {
   DASLLAMA_CHECK(is_floating(gate) && gate.dim() >= 1, "gated_act", "gate must be a floating tensor of rank 1 or more");
   DASLLAMA_CHECK_SHAPE("gated_act", "up", up, gate);
-  DASLLAMA_CHECK(act >= 0 && act <= 3, "gated_act", "act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found ", act);
+  DASLLAMA_CHECK(act >= 0 && act <= 3, "gated_act",
+                 "act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found ", act);
   const Rows g(gate), u(up);
   Tensor y = new_like(gate, gate.dim(), {}, ScalarType::Float);
   float* out = y.mutable_data_ptr<float>();
@@ -34,7 +35,8 @@ std::tuple<Tensor, Tensor> gated_act_backward(const Tensor& grad, const Tensor& 
   DASLLAMA_CHECK(is_floating(gate), "gated_act_backward", "gate must be a floating tensor");
   DASLLAMA_CHECK_SHAPE("gated_act_backward", "grad", grad, gate);
   DASLLAMA_CHECK_SHAPE("gated_act_backward", "up", up, gate);
-  DASLLAMA_CHECK(act >= 0 && act <= 3, "gated_act_backward", "act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found ", act);
+  DASLLAMA_CHECK(act >= 0 && act <= 3, "gated_act_backward",
+                 "act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found ", act);
   const Tensor d = as_f32(grad), g = as_f32(gate), u = as_f32(up);
   Tensor dgate = new_like(gate, gate.dim(), {}, ScalarType::Float),
          dup = new_like(gate, gate.dim(), {}, ScalarType::Float);
