@@ -26,7 +26,9 @@ def _window_sums(x: Tensor, weight: Tensor, past: Tensor) -> Tensor:
     return sum(inputs[j : j + n] * weight[:, j] for j in range(weight.shape[1]))
 
 
-@define(fake=lambda x, weight, state, slots: x.new_empty(x.shape), mutates=("state",))
+@define(
+    fake=lambda x, weight, state, slots: x.new_empty(x.shape), mutates=("state",), touches=lambda args: args["slots"]
+)
 def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor) -> Tensor:
     """y [..., C] = SiLU(sum over j < K of weight[:, j] * (the input K - 1 - j rows earlier)) of x [..., C], in x.dtype.
 

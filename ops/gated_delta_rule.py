@@ -36,7 +36,11 @@ def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
     return faded + torch.einsum("hk,hv->hkv", k, taken), taken
 
 
-@define(fake=lambda q, k, v, g, beta, state, slots: v.new_empty(v.shape), mutates=("state",))
+@define(
+    fake=lambda q, k, v, g, beta, state, slots: v.new_empty(v.shape),
+    mutates=("state",),
+    touches=lambda args: args["slots"],
+)
 def gated_delta_update(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor
 ) -> Tensor:

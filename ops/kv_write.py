@@ -6,7 +6,11 @@ from torch import Tensor
 from dasllama_torch.ops.registry import define, refuse_gradient
 
 
-@define(fake=lambda k, v, k_cache, v_cache, slots: None, mutates=("k_cache", "v_cache"))
+@define(
+    fake=lambda k, v, k_cache, v_cache, slots: None,
+    mutates=("k_cache", "v_cache"),
+    touches=lambda args: args["slots"].div(args["k_cache"].shape[2], rounding_mode="floor"),
+)
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Write row t of k [..., G, D] and v [..., G, Dv] into k_cache [P, G, R, D] and v_cache [P, G, R, Dv], f32 or f16.
 

@@ -22,11 +22,12 @@ _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
 
 
-def define(*, fake: Callable, mutates: tuple[str, ...] = ()):
+def define(*, fake: Callable, mutates: tuple[str, ...] = (), touches: Callable | None = None):
     """Decorator: the function's signature becomes the schema, its body the reference, and the result is the op.
 
     fake: same arguments, returns empty outputs of the right shape, dtype and device (for meta tensors and tracing).
-    mutates: names of the arguments that the op writes.
+    mutates: names of the arguments that the op writes. touches: arguments by name -> indices of dim 0 outside of which
+    it leaves them alone; a cache may be address space for more than the machine's memory.
     The returned `OpOverload` has `.reference`, which other references call so that a reference never meets a kernel.
     """
 
@@ -46,6 +47,7 @@ def define(*, fake: Callable, mutates: tuple[str, ...] = ()):
         torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.dasllama, name).default
         op.reference = reference
+        op.touches = touches
         op.__doc__ = reference.__doc__
         _REFERENCES[op] = reference
         return op
@@ -189,11 +191,15 @@ class compare_to_reference(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         mutated = [argument.name for argument in func._schema.arguments if argument.is_write]
         bound = dict(zip(names, args, strict=False)) | kwargs
-        twin = bound | {name: bound[name].clone() for name in mutated}
-        result, wanted = func(**bound), reference(**twin)
-        pairs = [*_tensors(result, wanted), *((bound[name], twin[name]) for name in mutated)]
+        before = {name: _touched(func, bound[name], bound).clone() for name in mutated}
+        result = func(**bound)
+        after = {name: _touched(func, bound[name], bound).clone() for name in mutated}
+        _restore(func, bound, before)
+        wanted = reference(**bound)
+        pairs = [*_tensors(result, wanted), *((after[name], _touched(func, bound[name], bound)) for name in mutated)]
         for got, want in pairs:
             self._check(func._schema.name.removeprefix("dasllama::"), got, want)
+        _restore(func, bound, after)
         return result
 
     def _check(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -204,6 +210,24 @@ class compare_to_reference(TorchDispatchMode):
         self.worst[name] = max(self.worst.get(name, 0.0), worst)
         if self.rtol is not None and (difference > self.atol + self.rtol * want.abs().nan_to_num()).any():
             raise KernelError(f"op dasllama::{name} differs from its reference by {worst:.3g}")
+
+
+def _rows(func, tensor: torch.Tensor, bound: dict) -> torch.Tensor:
+    rows = func.touches(bound).unique()
+    return rows[(rows >= 0) & (rows < tensor.shape[0])]  # others are for the op to refuse
+
+
+def _touched(func, tensor: torch.Tensor, bound: dict) -> torch.Tensor:
+    """What the op may change of a tensor that it mutates."""
+    return tensor if func.touches is None else tensor[_rows(func, tensor, bound)]
+
+
+def _restore(func, bound: dict, states: dict[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        if func.touches is None:
+            bound[name].copy_(state)
+        else:
+            bound[name][_rows(func, bound[name], bound)] = state
 
 
 def _tensors(result, wanted):

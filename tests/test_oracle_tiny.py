@@ -10,6 +10,7 @@ from families import TINY
 from tolerances import FP32_LOGITS, GREEDY_MARGIN
 
 import dasllama_torch as dl
+from dasllama_torch.ops import registry
 
 
 class Case(NamedTuple):
@@ -87,3 +88,14 @@ def test_greedy(case, measured):
         same = int(np.argmax([*(np.array(ids) != data[f"greedy_hf_s{n}"]), True]))
         measured(case.name, f"greedy {n}", same)
         assert same >= clear, f"differs at step {same}, margin {margins[same]:.4f}"
+
+
+def test_every_op_of_a_session_agrees_with_its_reference(case):
+    with dl.create_session(case.model, kv_dtype="f32", n_ctx=N_CTX) as session:
+        wanted = session.eval(case.data["ids_s40"].tolist())
+        session.truncate(0)
+        with registry.compare_to_reference(rtol=1e-4, atol=1e-4) as compared:
+            session.eval(case.data["ids_s40"][:39].tolist())
+            found = session.eval(case.data["ids_s40"][39:].tolist())
+    assert {"quant_linear", "rms_norm"} <= set(compared.worst)
+    assert torch.equal(found, wanted)  # what the references wrote was taken back
