@@ -68,18 +68,24 @@ def available_memory() -> int:
     """Bytes that can be taken without swapping or being killed: on Linux what the kernel says is available, within the
     limit of the process's group (a container's); elsewhere all of the machine's memory."""
     found = [physical_memory()]
-    for path in (_MEMINFO, *_GROUP_LIMITS):
-        try:
-            text = path.read_text("ascii")
-        except OSError:
-            continue
-        if path == _MEMINFO:
-            text = str(1024 * int(re.search(r"^MemAvailable: +(\d+) kB$", text, re.M)[1]))
-        if text.strip().isdecimal():  # "max": no limit
-            found.append(int(text))
+    if says := re.search(r"^MemAvailable: +(\d+) kB$", _text(_MEMINFO), re.M):
+        found.append(1024 * int(says[1]))
+    for limit, used in _GROUPS:
+        if _text(limit).strip().isdecimal():  # "max": no limit
+            found.append(max(0, int(_text(limit)) - int(_text(used) or 0)))
     return min(found)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""
+
+
 _MEMINFO = Path("/proc/meminfo")
-# Of control groups, version 2 and 1; in a container its own.
-_GROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Limit and use of a control group, version 2 and 1; in a container its own.
+_GROUPS = [
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+]

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from dasllama_torch.ops.registry import define, refuse_gradient
 
+MAX_DIMS = 6
+
 
 def _fake_binary(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(torch.broadcast_shapes(a.shape, b.shape))

@@ -6,7 +6,8 @@ or memory management between the ops (csrc/program.h).
     x.copy_(...); program.run() # writes what the same ops make of the new x into y
 
 What a program reads and writes is the memory that the tensors had while it was recorded. Everything that happened must
-have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it.
+have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it. What Python reads
+of values (`tolist`, `numpy`) is not seen.
 """
 
 import contextlib
@@ -27,9 +28,12 @@ _MAY_COPY = {
     torch.ops.aten.reshape.default,
 }
 
+_LIKE = {torch.ops.aten.expand_as.default, torch.ops.aten.view_as.default, torch.ops.aten.reshape_as.default}
+
 _library = native_library
 _library.dasllama_record.restype = ctypes.c_void_p
 _library.dasllama_record_end.restype = ctypes.c_char_p
+_library.dasllama_record_end.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_size.restype = ctypes.c_int64
 _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
@@ -44,12 +48,20 @@ class Program:
 
     def __init__(self):
         self._handle = _library.dasllama_record()
+        if not self._handle:
+            raise KernelError("a program is being recorded already")
         self.refused = ""
         weakref.finalize(self, _library.dasllama_program_free, self._handle)
 
     def __len__(self) -> int:
         """Ops recorded."""
         return _library.dasllama_program_size(self._handle)
+
+    @property
+    def last(self) -> str:
+        """The op recorded last, or ""."""
+        n = len(self)
+        return _library.dasllama_program_op(self._handle, n - 1).decode() if n else ""
 
     def run(self) -> None:
         """Do again what was recorded, on torch's threads.
@@ -81,7 +93,7 @@ def recording():
         with _Watch(program):
             yield program
     finally:
-        refused = _library.dasllama_record_end().decode()
+        refused = _library.dasllama_record_end(program._handle).decode()
         program.refused = program.refused or refused
 
 
@@ -95,12 +107,11 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         func, args = _ours(func, args, kwargs)
-        before = len(self.program)
         result = func(*args, **kwargs)
         if func.namespace == "dasllama":
-            if len(self.program) == before:
-                self.program.refused = f"{func} was served by its reference"
-        elif func._schema.is_mutable or not _is_view(result, args):
+            if self.program.last != func._schema.name.removeprefix("dasllama::"):
+                self.program.refused = f"{func} cannot be recorded, or was served by its reference"
+        elif func._schema.is_mutable or not _is_view(func, result, args):
             self.program.refused = f"{func} is no op of this package and no view"
         return result
 
@@ -110,22 +121,30 @@ def _ours(func, args, kwargs):
     aten = torch.ops.aten
     if func in (aten.add.Tensor, aten.mul.Tensor) and not kwargs:
         a, b = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in args)
-        if a.dtype == b.dtype == torch.float32:
+        if _are_plain(a, b):
             return (elementwise.add if func is aten.add.Tensor else elementwise.mul), (a, b)
     if func is aten.cat.default and len(args) == 2 and len(args[0]) == 2 and not kwargs:
         (a, b), dim = args
-        if a.dtype == b.dtype == torch.float32 and dim in (-1, a.dim() - 1):
+        if _are_plain(a, b) and dim in (-1, a.dim() - 1):
             return elementwise.join, (a, b)
-    if func is aten.index.Tensor and args[0].dtype == torch.float32:
+    if func is aten.index.Tensor and _are_plain(args[0]):
         *leading, last = args[1]
-        if last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading):
+        is_last = last is not None and len(args[1]) == args[0].dim() and all(index is None for index in leading)
+        if is_last and last.dtype == torch.int64 and (last >= 0).all():
             return elementwise.columns, (args[0], last)
-    if func in _MAY_COPY and args[0].dtype == torch.float32 and not args[0].is_contiguous():
+    if func in _MAY_COPY and _are_plain(args[0]) and not args[0].is_contiguous():
         return func, (elementwise.copy(args[0]), *args[1:])
     return func, args
 
 
-def _is_view(result, args) -> bool:
+def _are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the elementwise ops take them."""
+    return all(t.dtype == torch.float32 and t.dim() <= elementwise.MAX_DIMS for t in tensors)
+
+
+def _is_view(func, result, args) -> bool:
+    if sum(isinstance(arg, torch.Tensor) for arg in args) != 1 and func not in _LIKE:
+        return False  # where the view begins may depend on another tensor's values
     results = result if isinstance(result, tuple | list) else (result,)
     memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
     return all(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in memory for r in results)

@@ -100,13 +100,15 @@ def test_what_is_too_large_for_memory_stays_mapped(oracle, monkeypatch):
 @linux
 def test_available_memory(tmp_path, monkeypatch):
     assert 0 < memory.available_memory() <= memory.physical_memory()
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_GROUP_LIMITS", (tmp_path / "absent", limit))
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(memory, "_GROUPS", [(tmp_path / "absent", tmp_path / "absent"), (limit, used)])
     limit.write_text("max\n")
     free = memory.available_memory()
     assert free > 12345678
     limit.write_text("12345678\n")
     assert memory.available_memory() == 12345678
+    used.write_text("2345678\n")
+    assert memory.available_memory() == 10000000
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       24000000 kB\nMemAvailable:       1000 kB\n")
     monkeypatch.setattr(memory, "_MEMINFO", meminfo)

@@ -8,6 +8,8 @@ and modules from elsewhere mean that the modules themselves run; so does an op t
 counts both under "step", as "recorded" and "eager".
 """
 
+import operator
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,7 +49,7 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
 
 
 def why_not(model: "CausalLM") -> str:
-    """Why the model's last single-row step was not a recorded one, or "" if it was."""
+    """What about the model kept its last step of single rows from being recorded, or ""."""
     return _models[model].refused if model in _models else "no step has been evaluated"
 
 
@@ -58,8 +60,17 @@ class _RecordedSteps:
         self.steps: dict[tuple[KVPool, int], _RecordedStep] = {}
         self.epoch = None
         self.refused = ""
+        self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
     def run(self, model, pool, sessions, ids) -> Tensor | None:
+        if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            return self._run(model, pool, sessions, ids)
+        finally:
+            self.lock.release()
+
+    def _run(self, model, pool, sessions, ids) -> Tensor | None:
         epoch = base.epoch(), registry.isa_epoch
         if epoch != self.epoch:
             self.epoch, self.refused, self.steps = epoch, "", {}
@@ -111,12 +122,20 @@ class _RecordedStep:
         self.rows, self.blocks, self.page_rows = rows, blocks, pool.page_rows
         self.program: Program | None = None
         self.logits: Tensor | None = None
-        self.weights = [*model.parameters(), *model.buffers()]
-        self.places = [weight.data_ptr() for weight in self.weights]
+        # What the modules hold, and where it lies; `serves` looks whether it is still so.
+        holders = [d for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
+        self.held = [(holder, name) for holder in holders for name in holder]
+        self.objects = [holder[name] for holder, name in self.held]
+        self.weights = [held for held in self.objects if isinstance(held, Tensor)]
+        self.places = [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights]
 
     def serves(self, sessions: Sequence["Session"]) -> bool:
         fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
-        return fits and [weight.data_ptr() for weight in self.weights] == self.places
+        return (
+            fits
+            and all(map(operator.is_, self.objects, [holder.get(name) for holder, name in self.held]))
+            and [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights] == self.places
+        )
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step's tensors those of these rows; the rest become inert."""
@@ -174,8 +193,11 @@ def _obstacle(model: nn.Module) -> str:
             return f"{name or 'the model'} is a {type(module).__name__}, which is not of this package"
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return f"{_HOOK} of {name or 'the model'}"
-        if "forward" in module.__dict__:
-            return f"{name or 'the model'} has a forward of its own"
+        own = [key for key, value in module.__dict__.items() if callable(value) and hasattr(type(module), key)]
+        if own:
+            return f"{name or 'the model'} has a {own[0]} of its own"
+        if module._compiled_call_impl is not None:
+            return f"{name or 'the model'} is compiled"
     return ""
 
 

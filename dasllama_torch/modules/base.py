@@ -1,6 +1,8 @@
 """Module and ModuleList: torch's own, but for tensors that keep their dtype, and for an epoch that says when a recorded
 step is no longer what the modules would do."""
 
+import functools
+
 from torch import nn
 
 _epoch = 0
@@ -10,8 +12,9 @@ def epoch() -> int:
     """Grows whenever anything was done to any of the package's modules that could change what a forward does: a hook
     was added, an attribute, parameter, buffer or submodule set, tensors moved or cast.
 
-    What does not show: a tensor's own values (recorded steps read them where they lie), a hook's removal, and functions
-    replaced on a class. Source of the idea: guards as in torch.compile, reduced to one number.
+    What does not show: a tensor's own values (recorded steps read them where they lie), a hook's removal, functions
+    replaced on a class, and what is written into `_parameters`, `_buffers` and `_modules` past the module's methods.
+    Source of the idea: guards as in torch.compile, reduced to one number.
     """
     return _epoch
 
@@ -22,11 +25,13 @@ def _bump() -> None:
 
 
 def _bumping(name: str):
+    original = getattr(nn.Module, name)
+
+    @functools.wraps(original)
     def method(self, *args, **kwargs):
         _bump()
-        return getattr(nn.Module, name)(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    method.__name__ = name
     return method
 
 
@@ -68,3 +73,7 @@ class Module(Watched):
 
 class ModuleList(Watched, nn.ModuleList):
     """A list of modules, watched like them."""
+
+    def insert(self, index, module):
+        _bump()
+        super().insert(index, module)

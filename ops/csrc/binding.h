@@ -27,6 +27,7 @@ template <class F>
 void parallel(int64_t n, int64_t grain, const F& f) {
   if (n <= 0) return;
   if (grain < 1) grain = 1;
+  if (Program* program = recording()) program->shared |= n > grain;
   if (Team* team = Team::current())
     team->run(n, grain, [](int64_t b, int64_t e, const void* f) { (*static_cast<const F*>(f))(b, e); }, &f);
   else

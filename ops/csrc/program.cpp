@@ -24,14 +24,14 @@ Program* recording() { return current; }
 
 using dasllama::Program;
 
-// Every op that the calling thread performs from now on goes into a new program.
-DASLLAMA_EXPORT void* dasllama_record() { return dasllama::current = new Program; }
+// Every op that the calling thread performs from now on goes into a new program. Null if it records one already.
+DASLLAMA_EXPORT void* dasllama_record() { return dasllama::current ? nullptr : dasllama::current = new Program; }
 
 // Ends recording. Returns why the program must not be run, or "".
-DASLLAMA_EXPORT const char* dasllama_record_end() {
-  Program* program = dasllama::current;
+DASLLAMA_EXPORT const char* dasllama_record_end(void* program) {
+  if (dasllama::current != program) return "recording was ended by another thread";
   dasllama::current = nullptr;
-  return program->refused.c_str();
+  return static_cast<Program*>(program)->refused.c_str();
 }
 
 DASLLAMA_EXPORT int64_t dasllama_program_size(const void* program) {
@@ -42,13 +42,17 @@ DASLLAMA_EXPORT const char* dasllama_program_op(const void* program, int64_t i) 
   return static_cast<const Program*>(program)->entries[static_cast<size_t>(i)].op;
 }
 
-DASLLAMA_EXPORT void dasllama_program_free(void* program) { delete static_cast<Program*>(program); }
+DASLLAMA_EXPORT void dasllama_program_free(void* program) {
+  if (dasllama::current == program) dasllama::current = nullptr;
+  delete static_cast<Program*>(program);
+}
 
 // Runs on torch's threads, all of them for the whole of it. seconds: null, or takes the time of each op. Returns null, or
 // what went wrong; the text lives until the thread's next call.
 DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, double* seconds) {
   try {
-    const int threads = static_cast<int>(torch::stable::get_num_threads());
+    // A step that has nothing to share does not wait for threads that may have no core.
+    const int threads = static_cast<const Program*>(program)->shared ? torch::stable::get_num_threads() : 1;
     dasllama::Team team(threads);
     std::exception_ptr failed;
     const auto entries = [&] {

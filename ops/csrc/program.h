@@ -22,6 +22,7 @@ struct Program {
   };
   std::vector<Entry> entries;
   std::string refused;  // why the record is not the whole of what happened, or empty
+  bool shared = false;  // some op has work for more than one thread
 };
 
 // What the calling thread is recording into, or null.

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kRoundShift = 16;           // bits for the number of pieces
 constexpr int64_t kPiecesPerThread = 4;   // so that a thread that lost its core for a while does not hold up the others
-constexpr int kSpins = 1 << 10;           // before a waiting leader offers its core to a helper that has none
+constexpr int kSpins = 1 << 10;           // before a waiting leader, and later a helper, offers its core to others
 
 thread_local Team* current_team = nullptr;
 
@@ -29,20 +29,24 @@ inline void pause() {
 
 Team* Team::current() { return current_team; }
 
-Team::Leading::Leading(Team& team) : team(team) { current_team = &team; }
+Team::Leading::Leading(Team& team) : team(team), before(current_team) { current_team = &team; }
 
 Team::Leading::~Leading() {
-  current_team = nullptr;
+  current_team = before;
   team.over_.store(true, std::memory_order_release);
 }
 
 void Team::help() {
-  while (!over_.load(std::memory_order_acquire))
-    if (!draw()) pause();
+  for (int spins = 0; !over_.load(std::memory_order_acquire);) {
+    if (draw())
+      spins = 0;
+    else
+      spins++ < 16 * kSpins ? pause() : std::this_thread::yield();
+  }
 }
 
 // Does one piece of the round, if there is any.
-bool Team::draw() {
+bool Team::draw() noexcept {
   uint64_t left = left_.load(std::memory_order_acquire);
   const uint64_t piece = left & ((uint64_t{1} << kRoundShift) - 1);
   if (!piece || !left_.compare_exchange_strong(left, left - 1, std::memory_order_acquire)) return false;
@@ -56,7 +60,8 @@ bool Team::draw() {
 void Team::run(int64_t n, int64_t grain, void (*f)(int64_t, int64_t, const void*), const void* context) {
   if (n <= 0) return;
   const int64_t pieces = std::min<int64_t>({(n + grain - 1) / grain, kPiecesPerThread * threads_, 1 << 12});
-  if (threads_ == 1 || pieces < 2) return f(0, n, context);
+  const bool within = undone_.load(std::memory_order_relaxed) > 0;  // a loop of the leader's own piece
+  if (threads_ == 1 || pieces < 2 || within) return f(0, n, context);
   loop_ = {f, context, n, pieces};
   undone_.store(pieces, std::memory_order_relaxed);
   left_.store(++round_ << kRoundShift | static_cast<uint64_t>(pieces), std::memory_order_release);

@@ -36,7 +36,7 @@ class Team {
   struct Leading {
     explicit Leading(Team& team);
     ~Leading();
-    Team& team;
+    Team &team, *before;
   };
 
   struct Loop {
@@ -45,7 +45,7 @@ class Team {
     int64_t n, pieces;
   };
 
-  bool draw();
+  bool draw() noexcept;
 
   const int threads_;
   uint64_t round_ = 0;
