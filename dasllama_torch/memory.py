@@ -9,8 +9,9 @@ from pathlib import Path
 from dasllama_torch.errors import OutOfPages
 
 
-def reserve(nbytes: int) -> mmap.mmap:
-    """nbytes of address space, all zeros, that costs memory only page by page as it is written.
+def reserve(nbytes: int, huge: bool = False) -> mmap.mmap:
+    """nbytes of address space, all zeros, that costs memory only page by page as it is written; huge: in huge pages as
+    far as the system gives any.
 
     Because nothing is committed up front, a pool is one tensor that never moves, however far it grows.
     Raises OutOfPages if the operating system refuses so much address space.
@@ -19,9 +20,12 @@ def reserve(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     except (OSError, OverflowError) as error:
         raise OutOfPages(f"no address space for a cache of {nbytes} bytes: {error}") from None
+    if huge and has_huge_pages():
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:

@@ -40,8 +40,10 @@ class Batch:
         used = [-(-n // R) for n in lengths]
         P = sum(used) + 3
         pages = torch.randperm(P).tolist()
-        self.k_cache = torch.full((P, G, R, D), float("nan"), dtype=self.dtype)
-        self.v_cache = torch.full((P, G, R, Dv), float("nan"), dtype=self.v_dtype or self.dtype)
+        # Pages with something else between them, as in a pool.
+        k = torch.full((P, G * R * D + 16), float("nan"), dtype=self.dtype)
+        v = torch.full((P, G * R * Dv + 5), float("nan"), dtype=self.v_dtype or self.dtype)
+        self.k_cache, self.v_cache = k[:, 16:].unflatten(1, (G, R, D)), v[:, :-5].unflatten(1, (G, R, Dv))
         self.block_table = torch.full((len(lengths), max(used) + 2), -1, dtype=torch.int32)
         self.block_table[:, max(used) + 1] = 2**31 - 1
         self.keys, self.values = [], []  # what a cache holds of each sequence, float64 [n, G, D]

@@ -11,10 +11,10 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def caches(P, G, R, D, Dv, k_dtype=torch.float32, v_dtype=torch.float32):
-    return (
-        torch.full((P, G, R, D), float("nan"), dtype=k_dtype),
-        torch.full((P, G, R, Dv), float("nan"), dtype=v_dtype),
-    )
+    """Pages with something else between them, as in a pool."""
+    k = torch.full((P, G * R * D + 24), float("nan"), dtype=k_dtype)[:, 8:-16].unflatten(1, (G, R, D))
+    v = torch.full((P, G * R * Dv + 3), float("nan"), dtype=v_dtype)[:, :-3].unflatten(1, (G, R, Dv))
+    return k, v
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -153,9 +153,9 @@ def test_errors():
         ((k[..., :8], k, k_cache, v_cache, slots), "k has 2 heads of 8, k_cache has 2 of 16"),
         ((k, k[:, :1], k_cache, v_cache, slots), "v has 1 heads of 16, v_cache has 2 of 16"),
         ((k, k, k_cache, v_cache[:3], slots), "v_cache has 3 pages of 4 rows, k_cache has 4 of 4"),
-        ((k, k, k_cache.double(), v_cache, slots), "k_cache must be contiguous f32 or f16"),
-        ((k, k, k_cache, v_cache.transpose(0, 2), slots), "v_cache must be contiguous"),
-        ((k, k, k_cache[0], v_cache, slots), "k_cache must be contiguous f32 or f16"),
+        ((k, k, k_cache.double(), v_cache, slots), r"k_cache must be f32 or f16 \[P, G, R, D\] with contiguous pages"),
+        ((k, k, k_cache, v_cache.transpose(0, 2), slots), "v_cache must be f32 or f16"),
+        ((k, k, k_cache[0], v_cache, slots), r"k_cache must be f32 or f16 \[P, G, R, D\] with contiguous pages"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             kv_write(*args)

@@ -16,7 +16,8 @@ KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's keys and values. k [P, G, R, Dk], v [P, G, R, Dv]: within a page, the rows of a head lie together.
+    """One layer's keys and values. k [P, G, R, Dk], v [P, G, R, Dv]: within a page, the rows of a head lie together;
+    between two pages lie those of other layers.
 
     group: index in `KVPool.groups` and in `Step.tables` of the layers that it shares page numbers with.
     """
@@ -67,7 +68,7 @@ class KVPool:
         self.states = PageAllocator(max_bytes // self.state_bytes) if self.state_bytes else None
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
-            self._layers = [self._make(spec, windows) for spec in layers]
+            self._layers = self._make(layers, windows)
 
     def _group(self, layers, window: int) -> PageGroup:
         specs = [spec for spec in layers if isinstance(spec, CacheSpec) and spec.window == window]
@@ -78,24 +79,39 @@ class KVPool:
         # Each group alone may fill the pool: what bounds them together is max_bytes.
         return PageGroup(window, page_bytes, PageAllocator(self.max_bytes // page_bytes))
 
-    def _make(self, spec: CacheSpec | StateSpec | None, windows: list[int]) -> PagedKV | RecurrentState | None:
-        if spec is None:
-            return None
-        if isinstance(spec, StateSpec):
-            slots = self.states.capacity
-            return RecurrentState(
-                self._tensor((slots, spec.conv_taps - 1, spec.conv_channels), torch.float32),
-                self._tensor((slots, spec.n_heads, spec.k_dim, spec.v_dim), torch.float32),
-            )
-        group, dtype = windows.index(spec.window), KV_DTYPES[self.kv_dtype]
-        shape = (self.groups[group].pages.capacity, spec.n_kv_heads, self.page_rows)
-        return PagedKV(self._tensor((*shape, spec.k_dim), dtype), self._tensor((*shape, spec.v_dim), dtype), group)
+    def _make(self, layers, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
+        """A page of a group is one run of memory, all its layers' keys and values one after the other: what belongs to
+        one position lies together, and a new page touches the fewest pages of the system."""
+        dtype, rows = KV_DTYPES[self.kv_dtype], self.page_rows
+        memory = [self._tensor((g.pages.capacity, g.page_bytes // dtype.itemsize), dtype, True) for g in self.groups]
+        taken = [0] * len(memory)  # elements of a page
 
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def paged(group: int, heads: int, dim: int) -> Tensor:
+            first = taken[group]
+            taken[group] += heads * rows * dim
+            return memory[group][:, first : taken[group]].unflatten(1, (heads, rows, dim))
+
+        made = []
+        for spec in layers:
+            if isinstance(spec, CacheSpec):
+                group = windows.index(spec.window)
+                k, v = (paged(group, spec.n_kv_heads, dim) for dim in (spec.k_dim, spec.v_dim))
+                made.append(PagedKV(k, v, group))
+            elif isinstance(spec, StateSpec):
+                slots = self.states.capacity
+                conv = self._tensor((slots, spec.conv_taps - 1, spec.conv_channels), torch.float32)
+                made.append(
+                    RecurrentState(conv, self._tensor((slots, spec.n_heads, spec.k_dim, spec.v_dim), torch.float32))
+                )
+            else:
+                made.append(None)
+        return made
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, huge: bool = False) -> Tensor:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         n = torch.Size(shape).numel()
-        return torch.frombuffer(reserve(n * dtype.itemsize), dtype=dtype).view(shape)  # keeps the mapping alive
+        return torch.frombuffer(reserve(n * dtype.itemsize, huge), dtype=dtype).view(shape)  # keeps the mapping alive
 
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]

@@ -51,11 +51,13 @@ struct Call {
     float *k_data = k_cache.mutable_data_ptr<float>(), *v_data = v_cache.mutable_data_ptr<float>();
     parallel(S, 1 + 16384 / (k.H * (k.D + v.D) + 1), [&](int64_t first, int64_t last) {
       const Kernels& kernel = kernels();
-      kernel.kv_write(k.data, k.row_stride, k.head_stride, k.H, k.D, slots.data(), k_data, false, R, first, last);
-      kernel.kv_write(v.data, v.row_stride, v.head_stride, v.H, v.D, slots.data(), v_data, false, R, first, last);
+      kernel.kv_write(k.data, k.row_stride, k.head_stride, k.H, k.D, slots.data(), k_data, false,
+                      k.H * R * k.D, R, first, last);
+      kernel.kv_write(v.data, v.row_stride, v.head_stride, v.H, v.D, slots.data(), v_data, false,
+                      v.H * R * v.D, R, first, last);
     });
     args.q = q.data, args.q_row = q.row_stride, args.q_head = q.head_stride;
-    args.k = k_data, args.v = v_data;
+    args.k = k_data, args.v = v_data, args.k_page = k.H * R * k.D, args.v_page = v.H * R * v.D;
     args.H = q.H, args.G = k.H, args.R = R, args.D = q.D, args.Dv = v.D;
     args.block_table = table.data(), args.B = B;
     args.row_seq = row_seq.data(), args.row_begin = begin.data(), args.row_end = end.data();

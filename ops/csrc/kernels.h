@@ -13,6 +13,7 @@ struct AttentionArgs {
   const float* q;          // [T, H, D], the last dimension contiguous
   int64_t q_row, q_head;   // strides
   const void *k, *v;       // caches [P, G, R, D] and [P, G, R, Dv], f16 if k_half or v_half, else f32
+  int64_t k_page, v_page;  // strides of their first dimension; the others are contiguous
   bool k_half, v_half;
   int64_t H, G, R, D, Dv;
   const int32_t* block_table;  // [S, B] pages
@@ -154,9 +155,11 @@ struct Kernels {
   void (*softcap)(const float* x, float cap, float* y, int64_t begin, int64_t end);
   void (*softcap_backward)(const float* grad, const float* y, float cap, float* dx, int64_t begin, int64_t end);
 
-  // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32; slot = page * R + row or -1.
+  // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32, whose pages are page_stride elements
+  // apart; slot = page * R + row or -1.
   void (*kv_write)(const float* x, int64_t row_stride, int64_t head_stride, int64_t heads, int64_t dim,
-                   const int64_t* slots, void* cache, bool half, int64_t R, int64_t begin, int64_t end);
+                   const int64_t* slots, void* cache, bool half, int64_t page_stride, int64_t R, int64_t begin,
+                   int64_t end);
 
   // A tile's state of one split of keys; adding a split's state to the total of those before it; writing the result.
   void (*attention_split)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,

@@ -8,8 +8,8 @@ namespace {
 void check_cache(const char* rows_name, const HeadRows& rows, const char* name, const Tensor& cache,
                  const Tensor& keys) {
   const bool stored = cache.scalar_type() == ScalarType::Float || cache.scalar_type() == ScalarType::Half;
-  DASLLAMA_CHECK(stored && cache.dim() == 4 && cache.is_contiguous(), "kv_write", name,
-                 " must be contiguous f32 or f16 [P, G, R, D], found ", toString(cache.scalar_type()), " of rank ",
+  DASLLAMA_CHECK(stored && has_whole_pages(cache), "kv_write", name,
+                 " must be f32 or f16 [P, G, R, D] with contiguous pages, found ", toString(cache.scalar_type()), " of rank ",
                  cache.dim());
   DASLLAMA_CHECK(cache.size(1) == rows.H && cache.size(3) == rows.D, "kv_write", rows_name, " has ", rows.H,
                  " heads of ", rows.D, ", ", name, " has ", cache.size(1), " of ", cache.size(3));
@@ -32,6 +32,7 @@ void kv_write(const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, 
   const int64_t* at = slots.const_data_ptr<int64_t>();
   void *k_data = k_cache.mutable_data_ptr(), *v_data = v_cache.mutable_data_ptr();
   const bool k_half = k_cache.scalar_type() == ScalarType::Half, v_half = v_cache.scalar_type() == ScalarType::Half;
+  const int64_t k_page = k_cache.stride(0), v_page = v_cache.stride(0);
   perform({k_cache, v_cache, slots}, [=] {
     for (int64_t t = 0; t < T; t++)
       DASLLAMA_CHECK(at[t] >= -1 && at[t] < total, "kv_write", "slots[", t, "] is ", at[t],
@@ -39,9 +40,10 @@ void kv_write(const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, 
     const Kernels& kernel = kernels();
     count_call("kv_write", kernel.name);
     parallel(T, 1 + 16384 / (keys.H * (keys.D + values.D) + 1), [&](int64_t begin, int64_t end) {
-      kernel.kv_write(keys.data, keys.row_stride, keys.head_stride, keys.H, keys.D, at, k_data, k_half, R, begin, end);
-      kernel.kv_write(values.data, values.row_stride, values.head_stride, values.H, values.D, at, v_data, v_half, R,
-                      begin, end);
+      kernel.kv_write(keys.data, keys.row_stride, keys.head_stride, keys.H, keys.D, at, k_data, k_half, k_page,
+                      R, begin, end);
+      kernel.kv_write(values.data, values.row_stride, values.head_stride, values.H, values.D, at, v_data, v_half,
+                      v_page, R, begin, end);
     });
   });
 }

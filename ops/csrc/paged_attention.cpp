@@ -14,8 +14,8 @@ const int32_t* checked_rows(const char* name, const Tensor& t, int64_t T) {
 
 void check_cache(const char* name, const Tensor& cache) {
   DASLLAMA_CHECK((cache.scalar_type() == ScalarType::Float || cache.scalar_type() == ScalarType::Half) &&
-                     cache.dim() == 4 && cache.is_contiguous(),
-                 "paged_attention", name, " must be contiguous f32 or f16 [P, G, R, D], found ",
+                     has_whole_pages(cache),
+                 "paged_attention", name, " must be f32 or f16 [P, G, R, D] with contiguous pages, found ",
                  toString(cache.scalar_type()), " of rank ", cache.dim());
 }
 
@@ -54,6 +54,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   AttentionArgs a = {};
   a.q = queries.data, a.q_row = queries.row_stride, a.q_head = queries.head_stride;
   a.k = k_cache.const_data_ptr(), a.v = v_cache.const_data_ptr();
+  a.k_page = k_cache.stride(0), a.v_page = v_cache.stride(0);
   a.k_half = k_cache.scalar_type() == ScalarType::Half, a.v_half = v_cache.scalar_type() == ScalarType::Half;
   a.H = queries.H, a.G = G, a.R = R, a.D = queries.D, a.Dv = v_cache.size(3);
   a.block_table = table, a.B = B;

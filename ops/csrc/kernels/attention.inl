@@ -60,12 +60,13 @@ static void widen_row(const T* row, int64_t dim, float* out) {
 
 // Keys of the block at position `start` that are set in `seen`; straight from the cache if it can serve the loops. A
 // single tile reads halves as they are, more are worth converting the block once.
-static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t dim, const int32_t* pages,
-                   int64_t kv_head, int64_t start, uint64_t seen, int64_t vectors, float* scratch) {
+static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t page_stride, int64_t dim,
+                   const int32_t* pages, int64_t kv_head, int64_t start, uint64_t seen, int64_t vectors,
+                   float* scratch) {
   const int64_t R = a.R, size = half ? sizeof(f16) : sizeof(float), stride = round16(dim) + kAttentionPad;
   const auto row_at = [&](int64_t position) {
     const int64_t page = pages[position / R];
-    return static_cast<const char*>(cache) + ((page * a.G + kv_head) * R + position % R) * dim * size;
+    return static_cast<const char*>(cache) + (page * page_stride + (kv_head * R + position % R) * dim) * size;
   };
   if (R % kKeys == 0 && dim % 16 == 0 && (!half || vectors <= kMostSums)) return {row_at(start), dim, half};
   for (int j = 0; j < kKeys; j++) {
@@ -275,7 +276,7 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     }
     if (!seen) continue;
 
-    const Block k = fetch(a, a.k, a.k_half, a.D, pages, kv_head, start, seen, vectors, keys);
+    const Block k = fetch(a, a.k, a.k_half, a.k_page, a.D, pages, kv_head, start, seen, vectors, keys);
     if (k.half)
       score_block(q, static_cast<const f16*>(k.data), k.stride, D, ranges, vectors, scores);
     else
@@ -288,7 +289,7 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
         for (int64_t d = 0; d < Dv; d += 16) store16(s.acc + i * Dv + d, load16(s.acc + i * Dv + d) * shrink);
     }
 
-    const Block v = fetch(a, a.v, a.v_half, a.Dv, pages, kv_head, start, seen, vectors, values);
+    const Block v = fetch(a, a.v, a.v_half, a.v_page, a.Dv, pages, kv_head, start, seen, vectors, values);
     if (v.half)
       weigh_block(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
     else
