@@ -2,8 +2,9 @@
 or memory management between the ops (csrc/program.h).
 
     with recording() as program:
-        y = forward(x)                 # runs as always
-    x.copy_(...); program.run() # writes what the same ops make of the new x into y
+        y = forward(x)           # runs as always
+    x.copy_(...)
+    program.run()                # writes what the same ops make of the new x into y
 
 What a program reads and writes is the memory that the tensors had while it was recorded. Everything that happened must
 have been an op of ours, or a view: what else is seen makes the program void, and `refused` names it. What Python reads

@@ -6,7 +6,8 @@
 namespace dasllama {
 
 // One thread leads and says what loops there are; others help with their pieces, from when they come until the leader is
-// done. Nobody waits for a helper that has no core: pieces are drawn, and the leader draws too.
+// done. Pieces are drawn, by the leader too, so no loop waits for a helper that has no core, but for one that lost it
+// within a piece.
 class Team {
  public:
   // threads: how many there may be, the leader included.
