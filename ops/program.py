@@ -101,6 +101,11 @@ def recording():
 class _Watch(TorchDispatchMode):
     """Sees every op of the forward; sums, products and copies of torch become ours."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch when the class is made: True would import torch._dynamo, for seconds, at the first use."""
+        return False
+
     def __init__(self, program: Program):
         super().__init__()
         self.program = program

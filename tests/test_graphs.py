@@ -1,11 +1,14 @@
 """Recorded steps: the modules' own results to the bit, and no longer than they are what the modules would do."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
 import pytest
 import torch
+from conftest import ROOT
 from families import TINY
 from test_invariants import text
 from torch import nn
@@ -261,6 +264,23 @@ def test_a_dropped_model_is_freed(oracle):
     gc.collect()
     assert model_gone() is None
     assert pool_gone() is None
+
+
+def test_the_first_step_imports_nothing_heavy(oracle):
+    code = (
+        "import sys, dasllama_torch as dl\n"
+        "from dasllama_torch.engine import graphs\n"
+        "model = dl.load_model(sys.argv[1])\n"
+        "session = dl.create_session(model)\n"
+        "session.eval([1, 2, 3])\n"
+        "before = set(sys.modules)\n"
+        "session.eval([4])\n"
+        "assert graphs.why_not(model) == ''\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    path = oracle / "tiny" / "llama.gguf"
+    run = subprocess.run([sys.executable, "-c", code, path], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.split() == []
 
 
 def test_modes_see_every_op(model):
