@@ -16,16 +16,11 @@ def reserve(nbytes: int, huge: bool = False) -> mmap.mmap:
     Because nothing is committed up front, a pool is one tensor that never moves, however far it grows.
     Raises OutOfPages if the operating system refuses so much address space.
     """
-    if sys.platform == "win32":  # committed lazily too, but counted against the commit limit
-        return mmap.mmap(-1, nbytes)
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        return _private(nbytes, no_reserve, huge)
     except (OSError, OverflowError) as error:
         raise OutOfPages(f"no address space for a cache of {nbytes} bytes: {error}") from None
-    if huge and has_huge_pages():
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
@@ -34,10 +29,14 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     For weights that are read from end to end for every token: with pages of 4 KiB the processor spends more time on
     looking up their addresses than on their data, above all in a virtual machine, where it walks two tables.
     """
-    if sys.platform == "win32":
+    return _private(nbytes, 0, huge=True)
+
+
+def _private(nbytes: int, flags: int, huge: bool) -> mmap.mmap:
+    if sys.platform == "win32":  # committed lazily too, but counted against the commit limit
         return mmap.mmap(-1, nbytes)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if has_huge_pages():
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    if huge and has_huge_pages():
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 

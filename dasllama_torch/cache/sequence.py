@@ -35,6 +35,11 @@ class Sequence:
         pages = (group.page_bytes * (self._blocks(stop) - self._first(group, start)) for group in self.pool.groups)
         return sum(pages) + (1 + len(self.checkpoints)) * self.pool.state_bytes
 
+    def slot(self, group: int, position: int) -> int:
+        """Where a layer of the group keeps the position: page * R + row."""
+        rows = self.pool.page_rows
+        return self.tables[group][position // rows] * rows + position % rows
+
     def grow(self, stop: int) -> None:
         """Take what positions below `stop` still lack."""
         for group, table in zip(self.pool.groups, self.tables, strict=True):

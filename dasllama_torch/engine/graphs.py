@@ -119,7 +119,7 @@ class _RecordedStep:
             row_context=full((rows,), 0, torch.int64),
             input_ids=full((1, rows), 0, torch.int64),
         )
-        self.rows, self.blocks, self.page_rows = rows, blocks, pool.page_rows
+        self.blocks = blocks
         self.program: Program | None = None
         self.logits: Tensor | None = None
         # What the modules hold, and where it lies; `serves` looks whether it is still so.
@@ -158,7 +158,7 @@ class _RecordedStep:
             for i, session in enumerate(sessions):
                 pages = session.sequence.tables[group]
                 blocks[i, : len(pages)] = pages
-                slots[i] = pages[at[i] // self.page_rows] * self.page_rows + at[i] % self.page_rows
+                slots[i] = session.sequence.slot(group, session.n_past)
 
     def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
         self.write(sessions, ids)

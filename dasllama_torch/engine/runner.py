@@ -127,10 +127,10 @@ def _step(
         return torch.tensor(values, dtype=dtype, device=pool.device)
 
     def page_table(group: int) -> PageTable:
-        tables, rows = [sequence.tables[group] for sequence in sequences], pool.page_rows
+        tables = [sequence.tables[group] for sequence in sequences]
         width = max(map(len, tables))
         return PageTable(
-            slots=tensor([tables[s][p // rows] * rows + p % rows for s, p in zip(row_seq, row_pos, strict=True)]),
+            slots=tensor([sequences[s].slot(group, p) for s, p in zip(row_seq, row_pos, strict=True)]),
             block_table=tensor([table + [-1] * (width - len(table)) for table in tables], torch.int32),
         )
 

@@ -78,20 +78,6 @@ static DASLLAMA_INLINE void few_piece32(Source& source, const IntMatmul& p, int6
   }
 }
 
-// Asks ahead for what comes after this strip, in step with the work on it: `done` to `todo` of `all`. The bytes of strips
-// follow in one run, but are read in columns of short rows, which the processor's own prefetch does not foresee. Lines are
-// asked for one strip ahead; pages farther, since finding a page's address (files have pages of 4 KiB) can take longer
-// than a strip, and only addresses that are asked for early are looked up side by side.
-static DASLLAMA_INLINE void prefetch_next(const IntMatmul& p, const Strip& strip, int64_t done, int64_t todo, int64_t all) {
-  constexpr uintptr_t kPage = 4096, kAhead = 8 * kPage;
-  const int64_t bytes = kLanes * p.row_bytes;
-  const uintptr_t here = reinterpret_cast<uintptr_t>(strip.row[0]);
-  const uintptr_t from = here + bytes * done / all, to = here + bytes * todo / all;
-  for (uintptr_t at = from + bytes; at < to + bytes; at += 64) __builtin_prefetch(reinterpret_cast<const void*>(at));
-  for (uintptr_t at = (from + kAhead + kPage - 1) & ~(kPage - 1); at < to + kAhead; at += kPage)
-    __builtin_prefetch(reinterpret_cast<const void*>(at));
-}
-
 template <class Source, int M>
 static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, typename Source::Expand expand, int64_t first,
                                         Floats (&acc)[M]) {
@@ -99,7 +85,6 @@ static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, 
   const int64_t groups = p.K / (16 * Source::kParts);
   int64_t at = 0;
   for (; at + kUnits <= groups; at += kUnits) {
-    prefetch_next(p, strip, at, at + kUnits, groups);
     few_piece32<Source, M, true>(source, p, first, at, kUnits - 1, acc);
   }
   if (at < groups) few_piece32<Source, M, false>(source, p, first, at, static_cast<int>(groups - at - 1), acc);
@@ -126,7 +111,6 @@ static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip,
   Source source(strip, expand);
   const int64_t blocks = p.K / 256;
   for (int64_t b = 0; b < blocks; b++) {
-    prefetch_next(p, strip, b, b + 1, blocks);
     source.begin(b);
     typename Source::Scales scales;
     source.scales(scales);
