@@ -1,46 +1,28 @@
 // Rows of x on the lattice of a weight type, taken apart into the arrays that the integer matmul reads: see IntActivation
 // in ../kernels.h. The rounding itself is that of quantize.inl.
 
-// The block `p` of a lattice, which becomes the block `at` of the arrays.
-template <int lattice, int group>
-static DASLLAMA_INLINE void take_apart(const uint8_t* p, int bias, const IntActivation& a, int64_t at) {
-  constexpr int length = type_info(lattice).block, groups = length / group;
-  constexpr int head = type_info(lattice).bytes - length - (lattice == types::Q8_K ? 32 : 0);
-  int8_t q[length];  // bytes of the arrays may alias the block for all that the compiler knows
-  std::memcpy(q, p + head, length);
-  int32_t sums[groups];
-  if constexpr (lattice == types::Q8_K) {
-    std::memcpy(a.d + at, p, 4);
-    int16_t of16[16];  // the block has sums of 16
-    std::memcpy(of16, p + head + length, sizeof of16);
-    for (int g = 0; g < groups; g++) sums[g] = group == 32 ? of16[2 * g] + of16[2 * g + 1] : of16[g];
-  } else {
-    a.d[at] = load_f16(p);
-    if (lattice == types::Q8_1) a.s[at] = load_f16(p + 2);
-    for (int g = 0; g < groups; g++) {
-      sums[g] = 0;
-      for (int i = 0; i < group; i++) sums[g] += q[g * group + i];
-    }
-  }
-  std::memcpy(a.q + at * length, q, length);
-  for (int g = 0; g < groups; g++) {
-    a.sums[at * groups + g] = static_cast<int16_t>(sums[g]);
-    a.init[at * groups + g] = -bias * sums[g];
-  }
-}
-
 // Blocks [begin, end) of x, which is rows after rows of whole blocks.
 template <int lattice, int group>
 static void prepare_blocks(const float* x, int bias, const IntActivation& a, int64_t begin, int64_t end) {
-  constexpr int length = type_info(lattice).block, bytes = type_info(lattice).bytes, some = 512 / length;
-  uint8_t blocks[some * bytes];
-  for (int64_t at = begin; at < end; at += some) {
-    const int n = static_cast<int>(end - at < some ? end - at : some);
-    if constexpr (lattice == types::Q8_K)
-      quantize_256(x + at * length, n * length, blocks);
-    else
-      quantize_32<lattice == types::Q8_1>(x + at * length, n * length, blocks);
-    for (int i = 0; i < n; i++) take_apart<lattice, group>(blocks + i * bytes, bias, a, at + i);
+  constexpr int length = type_info(lattice).block, groups = length / group;
+  for (int64_t at = begin; at < end; at++) {
+    const auto keep_sums = [&](const int32_t* of16) __attribute__((always_inline)) {
+      for (int g = 0; g < groups; g++) {
+        const int32_t sum = group == 32 ? of16[2 * g] + of16[2 * g + 1] : of16[g];
+        a.sums[at * groups + g] = static_cast<int16_t>(sum);
+        a.init[at * groups + g] = -bias * sum;
+      }
+    };
+    if constexpr (lattice == types::Q8_K) {
+      const Lattice256 block = to_lattice_256(x + at * length, a.q + at * length);
+      a.d[at] = block.d;
+      keep_sums(block.sums);
+    } else {
+      const Lattice32 block = to_lattice_32(x + at * length, a.q + at * length);
+      a.d[at] = widen_f16(block.d_bits());
+      if constexpr (lattice == types::Q8_1) a.s[at] = widen_f16(block.s_bits());
+      keep_sums(block.sums);
+    }
   }
 }
 
