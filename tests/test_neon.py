@@ -1,5 +1,5 @@
-"""The NEON kernels and the scalar ones on aarch64 give the bits of this processor's: cross-compiled without torch and run
-under qemu. On an aarch64 machine itself every test of an op covers them, by the fixture `isa`."""
+"""The NEON kernels, and the scalar ones on aarch64, give the bits of this processor's: cross-compiled without torch,
+they run under qemu. On an aarch64 machine every test of an op covers them, by the fixture `isa`."""
 
 import ctypes
 import os
@@ -19,17 +19,16 @@ CROSS, HOST, QEMU = "aarch64-linux-gnu-g++", os.environ.get("CXX", "c++"), "qemu
 # As setup.py has them, but for the level of optimization: no bit depends on it.
 FLAGS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 CASES = ROOT / "tests" / "native" / "kernel_cases.cpp"
-# Processors that qemu knows, and what they should be given: only the second has dot products.
-PROCESSORS = {"cortex-a53": "scalar", "neoverse-n1": "neon"}
+# What there is for aarch64, and processors known to qemu that should get it: only the second has dot products.
+ISAS = {"scalar": "cortex-a53", "neon": "neoverse-n1"}
 
 pytestmark = pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="the other tests run NEON here")
 
 
 def compile_all(folder: Path) -> None:
     """cases, for aarch64, with all kernels linked in, and cases.so, for this process."""
-    csrc = ROOT / "ops" / "csrc"
-    sources = [csrc / "dispatch.cpp", csrc / "scratch.cpp", CASES]
-    sources += [csrc / "kernels" / f"{part}_{isa}.cpp" for part in ("kernels", "matmul_int") for isa in ("neon", "scalar")]
+    names = ["dispatch", "scratch", *(f"kernels/{part}_{isa}" for part in ("kernels", "matmul_int") for isa in ISAS)]
+    sources = [CASES, *(ROOT / "ops" / "csrc" / f"{name}.cpp" for name in names)]
     objects = {source: folder / f"{source.stem}.o" for source in sources}
     commands = [
         [CROSS, *FLAGS, "-DKERNEL_CASES_MAIN", "-c", str(source), "-o", str(to)] for source, to in objects.items()
@@ -66,12 +65,11 @@ def test_gives_the_bits_of_this_processor(tmp_path):
     compile_all(tmp_path)
     write_weights(tmp_path / "weights")
     results = {}
-    for processor, expected in PROCESSORS.items():
+    for isa, processor in ISAS.items():
         to = tmp_path / processor
         command = [QEMU, "-cpu", processor, str(tmp_path / "cases"), str(tmp_path / "weights"), str(to)]
-        chosen = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-        assert chosen == expected
-        results[f"aarch64 {chosen}"] = read_results(to)
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == isa
+        results[f"{isa} on {processor}"] = read_results(to)
 
     run = ctypes.CDLL(str(tmp_path / "cases.so")).run_kernel_cases
     run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
