@@ -1,6 +1,6 @@
 """What this machine can do at most: memory read bandwidth, f32 FMA and int8 dot rates. Kernels are judged by these.
 
-    python benchmarks/ceilings.py [--rounds 9] [--json]
+    python benchmarks/ceilings.py [--rounds 9] [--threads 1,2] [--json]
 
 The loops are C++ compiled here with g++ (`CXX` overrides it) for each instruction set that the processor has; they are
 no part of the library. A thread is a Python thread inside a ctypes call, which runs without the interpreter's lock.
@@ -10,6 +10,7 @@ Each row of the table is the median over the rounds with the spread (max - min) 
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -112,6 +113,15 @@ def compile_loops(folder: Path) -> ctypes.CDLL:
     return loops
 
 
+def huge_pages(size: int) -> mmap.mmap:
+    """Zeros, in huge pages where the system gives them: from small ones a processor may read much more slowly."""
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    for at in range(0, size, mmap.PAGESIZE):
+        buffer[at] = 0
+    return buffer
+
+
 def timed(calls: list, pool: ThreadPoolExecutor) -> float:
     """Seconds until all calls, started together on the pool's threads, have ended."""
     start = time.perf_counter()
@@ -123,8 +133,8 @@ def timed(calls: list, pool: ThreadPoolExecutor) -> float:
 def measure(rounds: int, threads: int, loops: ctypes.CDLL) -> dict[str, list[float]]:
     """{name: one rate per round}: GB/s for reads, Gop/s (multiply and add counted apart) for the others."""
     isas = [isa for isa in ("avx2", "avx512vnni") if getattr(loops, f"has_{isa}")()]
-    buffers = [torch.zeros(READ_BYTES + 4096, dtype=torch.uint8) for _ in range(threads)]
-    addresses = [(buffer.data_ptr() + 4095) // 4096 * 4096 for buffer in buffers]
+    buffers = [huge_pages(READ_BYTES) for _ in range(threads)]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in buffers]
     a, b = torch.randn(512, 2048), torch.randn(2048, 2048)
     torch.set_num_threads(threads)
     rates: dict[str, list[float]] = {}
@@ -150,14 +160,13 @@ def main() -> None:
     """Prints the table, or with --json `{threads: {name: {median, best, spread}}}`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", default="1,2", help="thread counts, separated by commas (default: %(default)s)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     report = {}
     with tempfile.TemporaryDirectory() as folder:
         loops = compile_loops(Path(folder))
-        for threads in sorted({1, 2, torch.get_num_threads()}):
-            if threads > (os.cpu_count() or 1):
-                continue
+        for threads in map(int, options.threads.split(",")):
             report[threads] = {
                 name: {
                     "median": statistics.median(values),

@@ -1,12 +1,13 @@
 """One engine in a process of its own: it carries out commands that come over a pipe and sleeps in between.
 
-    python worker.py dasllama-torch|llama.cpp THREADS
+    python worker.py dasllama-torch|llama.cpp THREADS [INSTRUCTION_SET]
 
 A command is one line of JSON on stdin, `{"do": name, ...arguments}`; its reply is one line of JSON on stdout, which
 carries `error` if the command failed. Whatever an engine prints goes to stderr. The first line comes unasked, once the
 engine is imported. The two engines share everything that is timed but the evaluation itself.
 """
 
+import abc
 import json
 import os
 import sys
@@ -16,41 +17,92 @@ from importlib.metadata import version
 import numpy as np
 
 
+class Streams(abc.ABC):
+    """Some streams of tokens that are evaluated in one batch. ids: a list of token ids for each of them."""
+
+    prompts: list[list[int]] | None = None  # what the streams stand behind, see `after`
+
+    def clear(self) -> None:
+        """Begin anew, with empty streams."""
+        self.prompts = None
+
+    @abc.abstractmethod
+    def feed(self, ids: list[list[int]]) -> list[int]:
+        """Evaluate ids and return the next token of each stream, the most likely one."""
+
+    @abc.abstractmethod
+    def mark(self) -> None:
+        """Make it possible to rewind to here."""
+
+    @abc.abstractmethod
+    def rewind(self) -> None:
+        """Go back to the mark."""
+
+    def after(self, prompts: list[list[int]]) -> list[int]:
+        """The first tokens after the prompts, behind which the streams stand then. They are evaluated once: with the
+        same prompts again, the streams go back."""
+        if self.prompts == prompts:
+            self.rewind()
+        else:
+            self.clear()
+            self.firsts = self.feed(prompts)
+            self.mark()
+            self.prompts = prompts
+        return self.firsts
+
+
 class DasllamaTorch:
     """This package, through its public verbs."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, isa: str | None = None):
+        if isa == "avx2":
+            os.environ["ATEN_CPU_CAPABILITY"] = isa  # torch's own kernels; it reads this when it is imported
         import torch
 
         import dasllama_torch as dl
-        from dasllama_torch.ops import strict
+        from dasllama_torch import ops
 
         torch.set_num_threads(threads)
-        self.strict = strict()  # what a reference serves is no measurement of the kernels: refuse it by name
+        ops.set_isa(isa)
+        self.isa = isa or ops.isas()[-1]
+        self.strict = ops.strict()  # what a reference serves is no measurement of the kernels: refuse it by name
         self.strict.__enter__()
         # Names of the package are looked up lazily; the import is not to be counted as loading.
         self.load_model, self.create_session, self.eval_batch = dl.load_model, dl.create_session, dl.eval_batch
-        self.sessions = []
+        self._streams: dict[int, SessionStreams] = {}
 
     def about(self) -> dict:
-        from dasllama_torch.ops import isas
-
         names = ("dasllama-torch", "torch", "numpy")
-        return {"versions": {name: version(name) for name in names}, "kernels": isas()[-1]}
+        return {"versions": {name: version(name) for name in names}, "kernels": self.isa}
 
     def load(self, path: str, n_ctx: int) -> None:
         self.model, self.n_ctx = self.load_model(path), n_ctx
 
+    def tokenizer(self) -> None:
+        """Build the tokenizer once more, as `load` did."""
+        type(self.model.tokenizer).from_metadata(self.model.metadata)
+
     def tokenize(self, text: str) -> list[int]:
         return list(self.model.encode(text))
 
-    def reset(self, n_seq: int) -> None:
-        for session in self.sessions:
-            session.close()
-        self.sessions = [self.create_session(self.model, kv_dtype="f16", n_ctx=self.n_ctx) for _ in range(n_seq)]
+    def work(self) -> dict | None:
+        """What a token costs, as `report.Work` has it; None for mixtures of experts, where it depends on the tokens."""
+        from dasllama_torch.modules.linear import Linear
 
-    def feed(self, ids: list[list[int]]) -> list[int]:
-        return [int(logits.numpy().argmax()) for logits in self.eval_batch(self.sessions, ids)]
+        layers, head = self.model.config.layers, self.model.lm_head
+        if any(layer.moe for layer in layers):
+            return None
+        matrices = [m for m in self.model.modules() if isinstance(m, Linear) and m is not head]
+        return {
+            "weights": sum(m.out_features * m.in_features for m in matrices),
+            "weight_bytes": sum(m.qweight.nbytes for m in matrices),
+            "head_weights": head.out_features * head.in_features,
+            "head_bytes": head.qweight.nbytes,
+            "attention": [[2 * 2 * a.n_kv_heads * a.head_dim, a.window] for a in layers if a.delta is None],
+        }
+
+    def streams(self, n: int) -> "SessionStreams":
+        return self._streams.setdefault(n, SessionStreams(self, n))
 
     def served(self) -> dict:
         """Calls by op and kernel since the process began."""
@@ -59,13 +111,38 @@ class DasllamaTorch:
         return report()
 
 
+class SessionStreams(Streams):
+    def __init__(self, engine: DasllamaTorch, n: int):
+        self.engine, self.n, self.sessions = engine, n, []
+
+    def clear(self) -> None:
+        super().clear()
+        for session in self.sessions:
+            session.close()
+        engine = self.engine
+        self.sessions = [engine.create_session(engine.model, kv_dtype="f16", n_ctx=engine.n_ctx) for _ in range(self.n)]
+
+    def feed(self, ids: list[list[int]]) -> list[int]:
+        return [int(logits.numpy().argmax()) for logits in self.engine.eval_batch(self.sessions, ids)]
+
+    def mark(self) -> None:
+        for session in self.sessions:
+            session.checkpoint()
+        self.marks = [session.n_past for session in self.sessions]
+
+    def rewind(self) -> None:
+        for session, mark in zip(self.sessions, self.marks, strict=True):
+            session.truncate(mark)
+
+
 class LlamaCpp:
     """llama-cpp-python, through the low-level calls; contexts are made once for each number of streams and setting."""
 
     def __init__(self, threads: int):
         import llama_cpp.llama_cpp as lib
 
-        self.lib, self.threads, self.contexts = lib, threads, {}
+        self.lib, self.threads = lib, threads
+        self._streams: dict[tuple[int, bool], ContextStreams] = {}
         # The callback must live as long as the library may call it.
         self.quiet = lib.llama_log_callback(lambda level, text, user_data: None)
         lib.llama_log_set(self.quiet, None)
@@ -95,28 +172,33 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp needs {-n} ids for {len(raw)} bytes of text")
         return list(ids[:n])
 
-    def reset(self, n_seq: int, flash: bool = True) -> None:
-        key = n_seq, flash
-        if key not in self.contexts:
-            self.contexts[key] = self._context(n_seq, flash)
-        self.context = self.contexts[key]
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
-        self.past = [0] * n_seq
+    def streams(self, n: int, flash: bool = True) -> "ContextStreams":
+        if (n, flash) not in self._streams:
+            self._streams[n, flash] = ContextStreams(self, n, flash)
+        return self._streams[n, flash]
 
-    def _context(self, n_seq: int, flash: bool):
+
+class ContextStreams(Streams):
+    def __init__(self, engine: LlamaCpp, n: int, flash: bool):
+        self.lib, self.n_vocab, self.n = engine.lib, engine.n_vocab, n
         params = self.lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = self.n_ctx * n_seq, n_seq  # the cells are divided among the streams
-        params.n_batch, params.n_outputs_max = self.n_ctx, n_seq
-        params.n_threads = params.n_threads_batch = self.threads
+        params.n_ctx, params.n_seq_max = engine.n_ctx * n, n  # the cells are divided among the streams
+        params.n_batch, params.n_outputs_max = engine.n_ctx, n
+        params.n_threads = params.n_threads_batch = engine.threads
         params.flash_attn_type = (
             self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else self.lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
         params.type_k = params.type_v = self.lib.GGML_TYPE_F16
         params.swa_full = False  # layers with a window keep no more than it, as in llama.cpp's own programs
-        context = self.lib.llama_init_from_model(self.model, params)
-        if not context:
-            raise RuntimeError(f"llama.cpp cannot make a context of {n_seq} times {self.n_ctx} tokens")
-        return context
+        self.context = self.lib.llama_init_from_model(engine.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot make a context of {n} times {engine.n_ctx} tokens")
+        self.memory = self.lib.llama_get_memory(self.context)
+
+    def clear(self) -> None:
+        super().clear()
+        self.lib.llama_memory_clear(self.memory, True)
+        self.past = [0] * self.n
 
     def feed(self, ids: list[list[int]]) -> list[int]:
         pointer = self.lib.ctypes.POINTER
@@ -146,28 +228,43 @@ class LlamaCpp:
     def _spans(self, counts: list[int]):
         return zip(self.past, counts, strict=True)
 
-    def served(self) -> dict:
-        return {}
+    def mark(self) -> None:
+        self.marks = list(self.past)
+
+    def rewind(self) -> None:
+        # Layers with a window keep it and a batch of 512 more: enough to go back the few tokens of a measurement.
+        for seq, mark in enumerate(self.marks):
+            if not self.lib.llama_memory_seq_rm(self.memory, seq, mark, -1):
+                raise RuntimeError(f"llama.cpp cannot go back from {self.past[seq]} tokens to {mark}")
+        self.past = list(self.marks)
 
 
-def measure(engine, prompts: list[list[int]], n_decode: int, **setting) -> dict:
-    """Evaluate each prompt in a fresh stream of its own, all in one batch, then continue all of them greedily.
+def prefill(engine, prompts: list[list[int]], **setting) -> dict:
+    """Evaluate prompts in empty streams, all in one batch, up to and with the choice of their first tokens.
 
-    Returns prefill_s (the prompts, up to and with the choice of the first tokens), decode_s (n_decode evaluations of
-    one token per stream, each with its choice) and ids, the chosen tokens of the first stream.
-    """
-    engine.reset(len(prompts), **setting)
-    engine.feed([prompt[:1] for prompt in prompts])  # wakes the threads and draws the weights back into the caches
-    engine.reset(len(prompts), **setting)
+    Returns seconds and ids, the chosen token of the first stream."""
+    streams = engine.streams(len(prompts), **setting)
+    streams.clear()
+    streams.feed([prompt[:1] for prompt in prompts])  # wakes the threads and draws the weights back into the caches
+    streams.clear()
     begin = time.perf_counter()
-    tokens = engine.feed(prompts)
-    prefilled = time.perf_counter()
-    ids = [tokens[0]]
-    for _ in range(n_decode):
-        tokens = engine.feed([[token] for token in tokens])
+    tokens = streams.feed(prompts)
+    return {"seconds": time.perf_counter() - begin, "ids": tokens[:1]}
+
+
+def decode(engine, prompts: list[list[int]], steps: int, **setting) -> dict:
+    """Continue streams greedily behind their prompts, `steps` evaluations of one token per stream.
+
+    Returns seconds and ids, the tokens of the first stream, the one after its prompt included."""
+    streams = engine.streams(len(prompts), **setting)
+    tokens = streams.after(prompts)
+    streams.feed([[token] for token in tokens])  # wakes the threads and draws the weights back into the caches
+    streams.rewind()
+    ids, begin = [tokens[0]], time.perf_counter()
+    for _ in range(steps):
+        tokens = streams.feed([[token] for token in tokens])
         ids.append(tokens[0])
-    end = time.perf_counter()
-    return {"prefill_s": prefilled - begin, "decode_s": end - prefilled, "ids": ids}
+    return {"seconds": time.perf_counter() - begin, "ids": ids}
 
 
 def memory() -> dict:
@@ -177,16 +274,19 @@ def memory() -> dict:
     return {"now": int(lines["VmRSS"].split()[0]) * 1024, "peak": int(lines["VmHWM"].split()[0]) * 1024}
 
 
-def load(engine, **arguments) -> dict:
+def timed(call, **arguments) -> dict:
     begin = time.perf_counter()
-    engine.load(**arguments)
-    return {"load_s": time.perf_counter() - begin}
+    call(**arguments)
+    return {"seconds": time.perf_counter() - begin}
 
 
 COMMANDS = {
-    "load": load,
+    "load": lambda engine, **arguments: timed(engine.load, **arguments),
+    "tokenizer": lambda engine: timed(engine.tokenizer),
     "tokenize": lambda engine, text: {"ids": engine.tokenize(text)},
-    "measure": measure,
+    "prefill": prefill,
+    "decode": decode,
+    "work": lambda engine: {"work": engine.work()},
     "memory": lambda engine: memory(),
     "served": lambda engine: engine.served(),
 }
@@ -218,4 +318,5 @@ ENGINES = {"dasllama-torch": DasllamaTorch, "llama.cpp": LlamaCpp}
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an engine prints must not stand between the replies
-    serve(lambda: ENGINES[sys.argv[1]](int(sys.argv[2])), sys.stdin, answers)
+    name, threads, *isa = sys.argv[1:]
+    serve(lambda: ENGINES[name](int(threads), *isa), sys.stdin, answers)

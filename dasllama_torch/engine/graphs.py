@@ -12,6 +12,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,18 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
 
 def why_not(model: "CausalLM") -> str:
     """What about the model kept its last step of single rows from being recorded, or ""."""
-    return _models[model].refused if model in _models else "no step has been evaluated"
+    if model not in _models:
+        return "no step has been evaluated"
+    obstacle = _models[model].obstacle
+    return obstacle.text if obstacle else ""
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why a step cannot be recorded. lasting: until the epoch changes; others may go without an epoch that tells."""
+
+    text: str
+    lasting: bool = True
 
 
 class _RecordedSteps:
@@ -59,7 +71,7 @@ class _RecordedSteps:
     def __init__(self):
         self.steps: dict[tuple[KVPool, int], _RecordedStep] = {}
         self.epoch = None
-        self.refused = ""
+        self.obstacle: _Obstacle | None = None
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
     def run(self, model, pool, sessions, ids) -> Tensor | None:
@@ -73,19 +85,20 @@ class _RecordedSteps:
     def _run(self, model, pool, sessions, ids) -> Tensor | None:
         epoch = base.epoch(), registry.isa_epoch
         if epoch != self.epoch:
-            self.epoch, self.refused, self.steps = epoch, "", {}
+            self.epoch, self.obstacle, self.steps = epoch, None, {}
         rows = 1 << (len(ids) - 1).bit_length()
         step = self.steps.get((pool, rows))
         if step is not None and step.serves(sessions):
             return step.run(sessions, ids)
-        if self.refused and not self.refused.startswith(_HOOK):
+        if self.obstacle and self.obstacle.lasting:
             return None
-        self.refused = _obstacle(model)  # a hook may have been removed, which no epoch tells
-        if self.refused:
+        self.obstacle = _find_obstacle(model)
+        if self.obstacle:
             return None
         step, logits = _record(model, pool, rows, sessions, ids)
-        self.refused = step.program.refused
-        if not self.refused:
+        if step.program.refused:
+            self.obstacle = _Obstacle(step.program.refused)
+        else:
             if len(self.steps) == MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
             self.steps[pool, rows] = step
@@ -182,23 +195,21 @@ def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
     return recorded, _copy(recorded.logits[: len(ids)])
 
 
-_HOOK = "a hook"
-
-
-def _obstacle(model: nn.Module) -> str:
-    """Why a step of the modules as they are may not be recorded, or ""."""
+def _find_obstacle(model: nn.Module) -> _Obstacle | None:
+    """What forbids to record a step of the modules as they are."""
     for name, module in model.named_modules():
+        name = name or "the model"
         # Others may do more than ops, and do not tell of their changes.
         if not isinstance(module, base.Watched) or not type(module).__module__.startswith("dasllama_torch."):
-            return f"{name or 'the model'} is a {type(module).__name__}, which is not of this package"
+            return _Obstacle(f"{name} is a {type(module).__name__}, which is not of this package")
         if any(getattr(module, hooks) for hooks in _HOOKS):
-            return f"{_HOOK} of {name or 'the model'}"
+            return _Obstacle(f"a hook of {name}", lasting=False)  # no epoch tells of its removal
         own = [key for key, value in module.__dict__.items() if callable(value) and hasattr(type(module), key)]
         if own:
-            return f"{name or 'the model'} has a {own[0]} of its own"
+            return _Obstacle(f"{name} has a {own[0]} of its own")
         if module._compiled_call_impl is not None:
-            return f"{name or 'the model'} is compiled"
-    return ""
+            return _Obstacle(f"{name} is compiled")
+    return None
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
