@@ -144,6 +144,12 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
 // What the largest weight means for a tile: weights whose sums may be widened equally late share one.
 constexpr int tile_max(int max) { return max > 63 ? 128 : max > 32 ? 63 : max > 15 ? 31 : 15; }
 
+// v, as the end of a sum that the compiler must not reorder: sums in another order would need more registers than there are.
+DASLLAMA_INLINE Ints in_order(Ints v) {
+  asm("" : "+x"(v));
+  return v;
+}
+
 // Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
 template <int kMax, int kGroup, int MR, int NR>
 DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
@@ -166,7 +172,7 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
           const Ints products = byte_pairs<kMax>(w[n], a);
-          pairs[m][n] = k == begin ? products : _mm256_add_epi16(pairs[m][n], products);
+          pairs[m][n] = k == begin ? products : in_order(_mm256_add_epi16(pairs[m][n], products));
         }
       }
     }
