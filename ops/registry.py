@@ -96,6 +96,7 @@ def _load_library() -> ctypes.CDLL:
     library.dasllama_isas.restype = ctypes.c_char_p
     library.dasllama_set_isa.argtypes = [ctypes.c_char_p]
     library.dasllama_set_isa.restype = ctypes.c_int
+    library.dasllama_kernels.restype = ctypes.c_void_p
     return library
 
 
@@ -106,7 +107,7 @@ isa_epoch = 0
 
 
 def isas() -> list[str]:
-    """Instruction sets whose kernels this machine can run, slowest first: a subset of scalar, avx2, avx512vnni."""
+    """Instruction sets whose kernels this machine can run, slowest first: scalar, and avx2, avx512vnni or neon."""
     return native_library.dasllama_isas().decode().split()
 
 

@@ -1,5 +1,5 @@
-"""Shared fixtures. Golden data and downloaded models are optional: a test that needs them skips and says what is
-missing. With CI=true they must be there, and the test fails instead."""
+"""Shared fixtures. Golden data, downloaded models and a cross compiler are optional: a test that needs them skips and
+says what is missing. With CI=true they must be there, and the test fails instead."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def oracle() -> Path:
     """The folder of independent golden data (tiny models, every quant type, real models, vocabularies)."""
     folder = ROOT.parent / "shared" / "oracle"
     if not folder.is_dir():
-        _absent("golden data absent: ../shared/oracle")
+        absent("golden data absent: ../shared/oracle")
     return folder
 
 
@@ -113,11 +113,11 @@ def _model(name: str) -> Path:
             if path.stat().st_size == model.size:
                 return path
     if not hub.is_pulled(model):
-        _absent(f"model absent: dasllama-torch pull {name}")
+        absent(f"model absent: dasllama-torch pull {name}")
     return model.path
 
 
-def _absent(what: str) -> NoReturn:
+def absent(what: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what}; with CI=true it must be there")
     pytest.skip(what)

@@ -8,12 +8,18 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace dasllama {
 
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512vnni;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
 #endif
 
 namespace {
@@ -28,6 +34,12 @@ const Candidate* candidates(int* n) {
 #if defined(__x86_64__)
   static const bool avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#elif defined(__aarch64__)
+#if defined(__linux__)
+  static const bool dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  static const bool dotprod = true;  // Apple's processors all have them
+#endif
 #endif
   static const Candidate all[] = {
       {&kernels_scalar, true},
@@ -36,6 +48,8 @@ const Candidate* candidates(int* n) {
       {&kernels_avx512vnni, avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                                 __builtin_cpu_supports("avx512vnni")},
+#elif defined(__aarch64__)
+      {&kernels_neon, dotprod},
 #endif
   };
   *n = sizeof(all) / sizeof(all[0]);
@@ -106,6 +120,9 @@ __attribute__((visibility("default"))) int dasllama_set_isa(const char* name) {
     }
   return 1;
 }
+
+// The table in force, for tests that call kernels without torch.
+__attribute__((visibility("default"))) const dasllama::Kernels* dasllama_kernels() { return &dasllama::kernels(); }
 
 // Writes "op \t kernel \t count" lines into buffer (size bytes, zero-terminated); returns the length of the whole text.
 __attribute__((visibility("default"))) size_t dasllama_report(char* buffer, size_t size) {

@@ -106,7 +106,7 @@ inline int64_t delta_backward_scratch(const DeltaArgs& a, int64_t n) {
 }
 
 struct Kernels {
-  const char* name;  // "scalar", "avx2", "avx512vnni"
+  const char* name;  // "scalar", "avx2", "avx512vnni", "neon"
 
   // y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight for rows [begin, end); strides in elements, weight may be null.
   void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t C, float* y,

@@ -16,8 +16,9 @@ constexpr int kKeys = static_cast<int>(kAttentionBlock);
 // Register tiles. Scores: vectors times 4 keys (2 keys for 4 vectors where there are 16 registers). Weighted values:
 // vectors times 16-lane columns, of which a pass takes kColumns dims. Tiles have the best number of vectors, the last
 // at most kMost*.
-constexpr int kScoreRows = kWidth == 16 ? 4 : 3, kMostScores = 4;
-constexpr int kSumRows = kWidth == 16 ? 6 : 3, kMostSums = kWidth == 16 ? 6 : 4;
+constexpr bool kManyRegisters = kRegisters == 32;
+constexpr int kScoreRows = kManyRegisters ? 4 : 3, kMostScores = 4;
+constexpr int kSumRows = kManyRegisters ? 6 : 3, kMostSums = kManyRegisters ? 6 : 4;
 constexpr int64_t kColumns = kWidth == 16 ? 64 : 32;
 
 // Keys [begin, end) of a block that a vector sees.
@@ -144,7 +145,7 @@ static void score_block(const float* q, const T* k, int64_t stride, int64_t D, c
       const Range all = hull(ranges + i, n);
       const int begin = all.begin > first ? all.begin : first, end = all.end < first + step ? all.end : first + step;
       with_rows<kMostScores>(n, [&](auto rows) {
-        constexpr int Q = rows, K = Q == 4 && kWidth < 16 ? 2 : 4;
+        constexpr int Q = rows, K = Q == 4 && !kManyRegisters ? 2 : 4;
         for (int j = begin & -K; j < end; j += K)
           dots<Q, K>(q + i * D, k + j * stride, stride, D, scores + i * kKeys + j);
       });
@@ -216,7 +217,7 @@ static void weigh_block(const float* weights, const T* v, int64_t stride, int64_
     for (int64_t i = 0; i < vectors;) {
       const int64_t n = next_tile(vectors - i, kSumRows, kMostSums);
       const auto add = [&](auto rows, int64_t r, Range keys) {
-        constexpr int Q = rows, S = kWidth == 16 ? 4 : Q == 4 ? 1 : 2;
+        constexpr int Q = rows, S = kWidth == 16 ? 4 : kWidth == 4 || Q == 4 ? 1 : 2;
         int64_t d = first;
         for (; d + 16 * S <= end; d += 16 * S)
           weigh<Q, S>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D);

@@ -9,8 +9,10 @@
 #include "../blocks.h"
 #if defined(DASLLAMA_ISA_AVX512)
 #include "simd_avx512.h"
-#else
+#elif defined(DASLLAMA_ISA_AVX2)
 #include "simd_avx2.h"
+#else
+#include "simd_neon.h"
 #endif
 
 namespace dasllama {
@@ -31,8 +33,8 @@ struct Span {
 
 // Sixteen signed values for `lookup`, in the form in which weights are multiplied.
 template <int kXor>
-DASLLAMA_INLINE __m128i value_table(const int8_t* values) {
-  return _mm_xor_si128(load_unit(reinterpret_cast<const uint8_t*>(values)), _mm_set1_epi8(static_cast<char>(kXor)));
+DASLLAMA_INLINE Ints value_table(const int8_t* values) {
+  return bit_xor(repeat_unit(load_unit(reinterpret_cast<const uint8_t*>(values))), splat_bytes(kXor));
 }
 
 // ---- blocks of 32: two parts. Each gives d (and m) from the first four bytes of a block. --------------------------------
@@ -86,7 +88,7 @@ struct FastIQ4_NL : F16Scale {
   static constexpr bool kAdd = false;
   template <class S>
   static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const __m128i table = value_table<kFlip>(IQ4_VALUES);
+    const Ints table = value_table<kFlip>(IQ4_VALUES);
     const Ints q = s.load(2);
     w[0] = lookup(table, low_nibbles(q));
     w[1] = lookup(table, high_nibbles(q));
@@ -98,7 +100,7 @@ struct FastMXFP4 {
   static constexpr bool kAdd = false;
   template <class S>
   static DASLLAMA_INLINE void unpack(S s, Ints* w) {
-    const __m128i table = _mm_add_epi8(value_table<0>(FP4_VALUES), _mm_set1_epi8(kBias));
+    const Ints table = add_bytes(value_table<0>(FP4_VALUES), splat_bytes(kBias));
     const Ints q = s.load(1);
     w[0] = lookup(table, low_nibbles(q));
     w[1] = lookup(table, high_nibbles(q));
@@ -134,7 +136,7 @@ struct SuperLayout {
 DASLLAMA_INLINE Ints byte_of(Ints v, int i) { return bit_and(shift_right(v, 8 * i), splat_ints(255)); }
 
 // The 16 bytes d, dmin and 8 scales and mins of 6 bits that begin a block of Q4_K and Q5_K.
-DASLLAMA_INLINE void six_bit_scales(const uint8_t* block, Ints offset, SuperScales<8, true>& out) {
+DASLLAMA_INLINE void six_bit_scales(const uint8_t* block, const Offsets& offset, SuperScales<8, true>& out) {
   const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
   const Ints mid = gather_lanes(block + 8, offset), high = gather_lanes(block + 12, offset);
   const Ints six = splat_bytes(0x3f), four = splat_bytes(0x0f), top = splat_bytes(0x30);
@@ -164,7 +166,7 @@ struct FastQ4_K : SuperLayout<32, 2, true> {
     w[2] = high_nibbles(first);
     w[3] = high_nibbles(second);
   }
-  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     six_bit_scales(block, offset, out);
   }
 };
@@ -182,7 +184,7 @@ struct FastQ5_K : SuperLayout<32, 2, true> {
       w[2 + part] = bit_or(high_nibbles(q), shift_left(bit_and(bits, splat_bytes(2)), 3));
     }
   }
-  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     six_bit_scales(block, offset, out);
   }
 };
@@ -202,7 +204,7 @@ struct FastQ6_K : SuperLayout<16, 2, false> {
     w[0] = bit_or(low_nibbles(q), shift_left(bit_and(bits, splat_bytes(3)), 4));
     w[1] = bit_or(high_nibbles(q), bit_and(bits, splat_bytes(0x30)));
   }
-  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     out.d = high_half(gather_lanes(block + 206, offset));
     for (int i = 0; i < 4; i++) {
       const Ints four = gather_lanes(block + 192 + 4 * i, offset);
@@ -215,12 +217,12 @@ struct FastIQ4_XS : SuperLayout<32, 1, false> {
   static constexpr int kBytes = 136, kMax = 128, kBias = kSignedBias;
   static constexpr int group(int step, int, int i) { return step * kUnits + i; }
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
-    const __m128i table = value_table<kFlip>(IQ4_VALUES);
+    const Ints table = value_table<kFlip>(IQ4_VALUES);
     const Ints q = load_ints(block + 8 + 16 * kUnits * step);
     w[0] = lookup(table, low_nibbles(q));
     w[1] = lookup(table, high_nibbles(q));
   }
-  static DASLLAMA_INLINE void scales(const uint8_t* block, Ints offset, Scales& out) {
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
     out.d = low_half(head);
     for (int g = 0; g < 8; g++) {

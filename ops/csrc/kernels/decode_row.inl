@@ -1,20 +1,7 @@
 // Packed rows to f32 in vectors, for the types that blocks_simd.h unpacks; all others through ../blocks.h, whose bits these
 // are too: the same products of the same integers and scales.
 
-#if defined(DASLLAMA_ISA_AVX2)
-
-#if defined(DASLLAMA_ISA_AVX512)
-static DASLLAMA_INLINE Ints widen_bytes(const uint8_t* q, bool is_signed) {
-  return is_signed ? _mm512_cvtepi8_epi32(load_unit(q)) : _mm512_cvtepu8_epi32(load_unit(q));
-}
-#else
-static DASLLAMA_INLINE Ints widen_bytes(const uint8_t* q, bool is_signed) {
-  const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(q));
-  return is_signed ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight);
-}
-#endif
-
-static DASLLAMA_INLINE float f16_at(const uint8_t* p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load_u16(p)))); }
+#if !defined(DASLLAMA_ISA_SCALAR)
 
 // Sixteen unpacked weights of type T, stored as blocks_simd.h says: y = d * weight, then + m or - m, or neither.
 template <class T, int kSign>
@@ -61,7 +48,7 @@ static DASLLAMA_NOINLINE void decode_row256(const uint8_t* row, int64_t K, float
     alignas(64) int32_t offsets[kLanes];
     for (int i = 0; i < kLanes; i++) offsets[i] = std::min(i, count - 1) * T::kBytes;
     typename T::Scales scales;
-    T::scales(row, load_ints(offsets), scales);
+    T::scales(row, load_offsets(offsets), scales);
     for (int g = 0; g < T::kGroups; g++) {
       store_floats(d[g], mul(scales.d, to_floats(scales.scale[g])));
       if constexpr (T::kMin) {

@@ -1,2 +1,3 @@
 // Plain C++ for any processor: the kernels that serve all that the schemas allow.
+#define DASLLAMA_ISA_SCALAR
 #include "../matmul_int.h"

@@ -14,6 +14,8 @@
 
 #if defined(DASLLAMA_ISA_AVX2)
 #include <immintrin.h>
+#elif defined(DASLLAMA_ISA_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -22,11 +24,13 @@ namespace {
 #define DASLLAMA_NOINLINE __attribute__((noinline))
 
 #if defined(DASLLAMA_ISA_AVX512)
-constexpr int kWidth = 16;  // f32 lanes of one register
+constexpr int kWidth = 16, kRegisters = 32;  // f32 lanes of one register, and how many of these there are
 #elif defined(DASLLAMA_ISA_AVX2)
-constexpr int kWidth = 8;
+constexpr int kWidth = 8, kRegisters = 16;
+#elif defined(DASLLAMA_ISA_NEON)
+constexpr int kWidth = 4, kRegisters = 32;
 #else
-constexpr int kWidth = 4;
+constexpr int kWidth = 4, kRegisters = 16;
 #endif
 
 typedef float fvec __attribute__((vector_size(4 * kWidth)));    // one register
@@ -88,6 +92,8 @@ DASLLAMA_INLINE fvec fma(fvec a, fvec b, fvec c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(DASLLAMA_ISA_AVX2)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(DASLLAMA_ISA_NEON)
+  return vfmaq_f32(c, a, b);
 #else
   for (int i = 0; i < kWidth; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -105,6 +111,8 @@ DASLLAMA_INLINE fvec load_one(const f16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(DASLLAMA_ISA_AVX2)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(DASLLAMA_ISA_NEON)
+  return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))));
 #else
   f16 h[kWidth];  // p need not be aligned
   std::memcpy(h, p, sizeof h);
@@ -121,6 +129,8 @@ DASLLAMA_INLINE fvec load_one(const bf16* p) {
 #elif defined(DASLLAMA_ISA_AVX2)
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#elif defined(DASLLAMA_ISA_NEON)
+  return (fvec)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))), 16);
 #else
   bf16 b[kWidth];
   std::memcpy(b, p, sizeof b);
@@ -135,6 +145,8 @@ DASLLAMA_INLINE void store_one(f16* p, fvec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(DASLLAMA_ISA_AVX2)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(DASLLAMA_ISA_NEON)
+  vst1_u8(reinterpret_cast<uint8_t*>(p), vreinterpret_u8_f16(vcvt_f16_f32(v)));
 #else
   for (int i = 0; i < kWidth; i++) p[i].bits = dasllama::f32_to_f16(v[i]);
 #endif
@@ -257,6 +269,13 @@ DASLLAMA_INLINE void sum16(f32x16 a, f32x16 b, f32x16 c, f32x16 d, float* sums) 
   const __m256 acbd = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xee);  // a a c c b b d d
   const __m256 all = acbd + _mm256_permute_ps(acbd, 0xb1);
   _mm_storeu_ps(sums, _mm_blend_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1), 0b1010));
+#elif defined(DASLLAMA_ISA_NEON)
+  const auto pairs = [](f32x16 v, f32x16 w) {  // lanes 0 and 1 of what is left of v, then of w
+    const Two<fvec> v8 = v.lo + v.hi, w8 = w.lo + w.hi;
+    const float64x2_t v4 = (float64x2_t)(v8.lo + v8.hi), w4 = (float64x2_t)(w8.lo + w8.hi);
+    return (float32x4_t)vzip1q_f64(v4, w4) + (float32x4_t)vzip2q_f64(v4, w4);
+  };
+  vst1q_f32(sums, vpaddq_f32(pairs(a, b), pairs(c, d)));
 #else
   sums[0] = sum16(a), sums[1] = sum16(b), sums[2] = sum16(c), sums[3] = sum16(d);
 #endif

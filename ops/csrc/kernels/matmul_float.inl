@@ -12,6 +12,8 @@
 constexpr int kTileM = 6, kTileN = 4, kStreamN = 4;
 #elif defined(DASLLAMA_ISA_AVX2)
 constexpr int kTileM = 3, kTileN = 2, kStreamN = 4;
+#elif defined(DASLLAMA_ISA_NEON)
+constexpr int kTileM = 2, kTileN = 2, kStreamN = 4;
 #else
 constexpr int kTileM = 2, kTileN = 2, kStreamN = 2;
 #endif

@@ -2,14 +2,14 @@
 // Included by matmul_int_<isa>.cpp.
 #include "../blocks.h"
 #include "lanes.h"
-#if defined(DASLLAMA_ISA_AVX2)
+#if !defined(DASLLAMA_ISA_SCALAR)
 #include "sources_simd.h"
 #endif
 
 namespace dasllama {
 namespace {
 namespace int_dot {
-#if defined(DASLLAMA_ISA_AVX2)
+#if !defined(DASLLAMA_ISA_SCALAR)
 #include "matmul_int.inl"
 #else
 #include "matmul_int_scalar.inl"

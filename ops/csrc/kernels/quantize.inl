@@ -1,5 +1,6 @@
 // Floats to blocks: activations on ggml's lattices (rules and layouts in ops/lattices.py) and weights in the simple
-// types (ops/quantize.py). Whatever the input, NaN included, each byte is defined and the same on every instruction set.
+// types (ops/quantize.py). Whatever the input, NaN included, each byte is defined and the same on every instruction set,
+// but for the sign of the NaN that s is on Q8_1 where d is infinite: x86 and Arm differ.
 
 // The nearest integer of v, halves to even, or 0 if that is not in [-127, 127]. Adding 1.5 * 2^23 leaves the integer in
 // the low bits of the sum.

@@ -17,6 +17,7 @@ namespace int_dot {
 
 typedef __m256i Ints;
 typedef __m256 Floats;
+typedef Ints Offsets;  // of kLanes rows from the first of them
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
@@ -32,6 +33,7 @@ DASLLAMA_INLINE Floats load_floats(const float* p) { return _mm256_loadu_ps(p); 
 DASLLAMA_INLINE void store_floats(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 
 DASLLAMA_INLINE Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+DASLLAMA_INLINE Ints add_bytes(Ints a, Ints b) { return _mm256_add_epi8(a, b); }
 DASLLAMA_INLINE Ints mul(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 DASLLAMA_INLINE Ints mul_pairs(Ints a, Ints b) { return _mm256_madd_epi16(a, b); }
 DASLLAMA_INLINE Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
@@ -67,16 +69,21 @@ DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
   return load_units(p, (last < 1 ? last : 1) * step);
 }
 DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm256_broadcastsi128_si256(unit); }
-DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, Ints offset) {
+DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) { return load_ints(p); }
+DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
   return _mm256_i32gather_epi32(reinterpret_cast<const int*>(base), offset, 1);
 }
-DASLLAMA_INLINE Ints lane_offsets(int64_t step) {
-  return _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(static_cast<int>(step)));
+// kLanes bytes, a lane each.
+DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
+  const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return is_signed ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight);
 }
+DASLLAMA_INLINE float f16_at(const uint8_t* p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load_u16(p)))); }
 
 DASLLAMA_INLINE Ints low_nibbles(Ints v) { return bit_and(v, splat_bytes(15)); }
 DASLLAMA_INLINE Ints high_nibbles(Ints v) { return bit_and(_mm256_srli_epi16(v, 4), splat_bytes(15)); }
-DASLLAMA_INLINE Ints lookup(__m128i table, Ints index) { return _mm256_shuffle_epi8(repeat_unit(table), index); }
+// table: one unit, repeated.
+DASLLAMA_INLINE Ints lookup(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
 // v shifted right by `first` bits in unit 0, by `step` more in each next unit; bits cross bytes within 32.
 DASLLAMA_INLINE Ints shift_units(Ints v, int first, int step) {
   const int a = first, b = a + step;

@@ -21,8 +21,8 @@ struct Nothing {};  // what Packed32 and Packed256 need to expand a block
 
 struct Strip {
   const uint8_t* row[kLanes];
-  Ints offset;    // of each row from the first
-  int64_t ahead;  // from what is read now to what to ask the memory for: the processor's own prefetch ends at each page
+  Offsets offset;  // of each row from the first
+  int64_t ahead;   // from what is read now to what to ask the memory for: the processor's own prefetch ends at each page
 
   Strip(const uint8_t* w, int64_t row_bytes, int64_t first, int64_t N) {
     alignas(64) int32_t offsets[kLanes];
@@ -31,7 +31,7 @@ struct Strip {
       row[r] = w + n * row_bytes;
       offsets[r] = static_cast<int32_t>((n - first) * row_bytes);
     }
-    offset = load_ints(offsets);
+    offset = load_offsets(offsets);
     // Short rows end soon, and those below are being read already: ask for a strip below, or further on in long rows.
     const int64_t strip = row_bytes * kLanes;
     ahead = strip > kFar ? kFar / kLanes : strip < kAhead ? 2 * strip : strip;

@@ -4,7 +4,7 @@
 #include "../kernels.h"
 #include "lanes.h"
 #include "lanes_math.h"
-#if defined(DASLLAMA_ISA_AVX2)
+#if !defined(DASLLAMA_ISA_SCALAR)
 #include "blocks_simd.h"
 #endif
 
