@@ -3,9 +3,9 @@
     python benchmarks/matmul.py --types Q4_0,Q6_K --rows 1,8,512
 
 Multiplies x [M, K] by random packed weights [N, K], activations quantized within the call. Gop/s counts 2 * M * N * K,
-GB/s the packed weights once; the shares are of what ceilings.py measures for the same instruction set and threads. Calls
-take COPIES of the matrix in turn, which lie in huge pages as a model's do, so that weights come from memory. Medians of
-the rounds; in each round every line of a type has its turn, so that a busy spell falls on all alike.
+GB/s the packed weights once; the shares are of what ceilings.py measures for the same instruction set and threads.
+Calls take COPIES of the matrix in turn, which lie in huge pages as a model's do, so that weights come from memory.
+Medians of the rounds; in each round every line of a type has its turn, so that a busy spell falls on all alike.
 """
 
 import argparse
