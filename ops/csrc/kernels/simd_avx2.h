@@ -15,6 +15,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef __m128i Unit;
 typedef __m256i Ints;
 typedef __m256 Floats;
 typedef Ints Offsets;  // of kLanes rows from the first of them
@@ -62,9 +63,10 @@ DASLLAMA_INLINE Floats low_half(Ints a) { return high_half(shift_left(a, 16)); }
 
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE __m128i load_unit(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) {
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(load_unit(p)), load_unit(p + step), 1);
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[2]) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(unit[0]), unit[1], 1);
 }
+DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) { return join_units({load_unit(p), load_unit(p + step)}); }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
   return load_units(p, (last < 1 ? last : 1) * step);
 }
@@ -136,21 +138,31 @@ DASLLAMA_INLINE Ints byte_pairs(Ints w, Ints a) {
   return _mm256_maddubs_epi16(w, a);
 }
 
-// Products of 16-element units (one, or two that belong to one group), four sums of 32 bits per unit.
+// Products of 16-element units (one, or two that belong to one group), added up in 16 bits where two units' fit into them.
 template <int kMax>
 DASLLAMA_INLINE Ints dot(Ints w, Ints a) {
-  return widen(byte_pairs<kMax>(w, a));
+  return byte_pairs<kMax>(w, a);
 }
 template <int kMax>
 DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   const Ints first = byte_pairs<kMax>(w0, a0), second = byte_pairs<kMax>(w1, a1);
   if constexpr (kMax > 63) return add(widen(first), widen(second));
-  return widen(_mm256_add_epi16(first, second));
+  return _mm256_add_epi16(first, second);
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it. Widened as late as 16 bits allow.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
-  return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+  constexpr int kMost = kParts * 2 * 127 * kMax, kFits = kParts == 2 && kMax > 63 ? 0 : 32767 / kMost;
+  if constexpr (kFits == 1) a = widen(a), b = widen(b), c = widen(c), d = widen(d);
+  const auto plus = [](bool narrow, Ints a, Ints b) __attribute__((always_inline)) {
+    return narrow ? _mm256_add_epi16(a, b) : add(a, b);
+  };
+  const Ints ab = plus(kFits >= 2, _mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const Ints cd = plus(kFits >= 2, _mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  const Ints low = _mm256_unpacklo_epi64(ab, cd), high = _mm256_unpackhi_epi64(ab, cd);
+  if constexpr (kFits >= 4) return widen(_mm256_add_epi16(low, high));
+  return kFits >= 2 ? add(widen(low), widen(high)) : add(low, high);
 }
 // Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
 DASLLAMA_INLINE void transpose_quad(Ints* v) {
@@ -200,6 +212,8 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
         for (int n = 0; n < NR; n++) {
           const Ints products = byte_pairs<kMax>(w[n], a);
           pairs[m][n] = k == begin ? products : _mm256_add_epi16(pairs[m][n], products);
+          // Or GCC makes a tree of the sums, with all products before it, and runs out of registers.
+          __asm__("" : "+x"(pairs[m][n]));
         }
       }
     }

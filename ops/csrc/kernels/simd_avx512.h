@@ -14,6 +14,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef __m128i Unit;
 typedef __m512i Ints;
 typedef __m512 Floats;
 typedef Ints Offsets;  // of kLanes rows from the first of them
@@ -57,16 +58,16 @@ DASLLAMA_INLINE Floats high_half(Ints a) { return low_half(shift_right(a, 16)); 
 
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE __m128i load_unit(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-DASLLAMA_INLINE Ints join_units(__m128i a, __m128i b, __m128i c, __m128i d) {
-  const __m512i ab = _mm512_inserti32x4(_mm512_castsi128_si512(a), b, 1);
-  return _mm512_inserti32x4(_mm512_inserti32x4(ab, c, 2), d, 3);
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[4]) {
+  const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(unit[0]), unit[1], 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(two, unit[2], 2), unit[3], 3);
 }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) {
-  return join_units(load_unit(p), load_unit(p + step), load_unit(p + 2 * step), load_unit(p + 3 * step));
+  return join_units({load_unit(p), load_unit(p + step), load_unit(p + 2 * step), load_unit(p + 3 * step)});
 }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
-  return join_units(load_unit(p), load_unit(p + (last < 1 ? last : 1) * step),
-                    load_unit(p + (last < 2 ? last : 2) * step), load_unit(p + last * step));
+  return join_units({load_unit(p), load_unit(p + (last < 1 ? last : 1) * step),
+                     load_unit(p + (last < 2 ? last : 2) * step), load_unit(p + last * step)});
 }
 DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm512_broadcast_i32x4(unit); }
 // Halves of units, from p on: each fills a unit, twice.
@@ -135,7 +136,8 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero_ints(), w0, a0), w1, a1);
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const Ints ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
   const Ints cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));

@@ -14,6 +14,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef ivec Unit;
 typedef Two<ivec> Ints;
 typedef Two<fvec> Floats;
 struct Offsets {  // of kLanes rows from the first of them; general registers address memory
@@ -86,6 +87,7 @@ DASLLAMA_INLINE Floats low_half(Ints a) {
 }
 DASLLAMA_INLINE Floats high_half(Ints a) { return low_half(shift_right(a, 16)); }
 
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[2]) { return {unit[0], unit[1]}; }
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) { return {load_unit(p), load_unit(p + step)}; }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
@@ -181,7 +183,8 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return {add_dots(first.lo, w1.lo, a1.lo), add_dots(first.hi, w1.hi, a1.hi)};
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const auto sums = [](ivec a, ivec b, ivec c, ivec d) { return (ivec)vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d)); };
   return {sums(a.lo, b.lo, c.lo, d.lo), sums(a.hi, b.hi, c.hi, d.hi)};
