@@ -67,11 +67,7 @@ def main() -> None:
         for threads in map(int, options.threads.split(",")):
             torch.set_num_threads(threads)
             for shape in SHAPES:
-                for work, rows, keys in (
-                    ("prefill 512", 512, 512),
-                    ("decode at 64", 1, 64),
-                    ("decode at 2048", 1, 2048),
-                ):
+                for work, rows, keys in WORK:
                     args = arguments(shape, rows, keys)
                     with torch.inference_mode():
                         spent = seconds(args)
