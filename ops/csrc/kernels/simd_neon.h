@@ -1,8 +1,8 @@
 // The vectors of the integer matmul in NEON with dot products. simd_avx2.h offers the same names.
 //
-// A vector is two registers: kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a strip,
-// and a lane stands for a row. sdot multiplies signed bytes and sums up in 32 bits, so weights of every type stay as they
-// are unpacked, and no sum needs to be widened.
+// A vector is two registers: kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a
+// strip, and a lane stands for a row. sdot multiplies signed bytes and sums up in 32 bits, so weights of every type
+// stay as they are unpacked, and no sum needs to be widened.
 #pragma once
 #include <arm_neon.h>
 
