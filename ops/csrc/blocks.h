@@ -56,12 +56,12 @@ inline void negate(int8_t* q, uint32_t bits) {
   for (int i = 0; i < 8; i++) q[i] = (bits >> i & 1) ? -q[i] : q[i];
 }
 
-// Seven sign bits; the eighth makes the number of minuses even.
+// Seven sign bits (in each byte); the eighth makes the number of minuses even.
 inline uint32_t even_signs(uint32_t seven) {
   uint32_t parity = seven ^ seven >> 4;
   parity ^= parity >> 2;
   parity ^= parity >> 1;
-  return seven | (parity & 1) << 7;
+  return seven | (parity & 0x01010101) << 7;
 }
 
 inline void set_d(Block32& out, const uint8_t* f16) {
@@ -259,11 +259,20 @@ inline void expand<types::IQ4_XS>(const uint8_t* row, int64_t b, Block256& out) 
 }
 
 // `count` ternary digits of each of `width` bytes. A byte is a fraction of 256; digit i is floor(3 frac(byte 3^i / 256)).
-inline int8_t* ternary(const uint8_t* p, int width, int count, int8_t* q) {
+template <class Byte>
+inline Byte* ternary(const uint8_t* p, int width, int count, Byte* q) {
   int power = 1;
   for (int digit = 0; digit < count; digit++, power *= 3)
-    for (int i = 0; i < width; i++) *q++ = ((p[i] * power & 255) * 3 >> 8) - 1;
+    for (int i = 0; i < width; i++) *q++ = (p[i] * power & 255) * 3 >> 8;
   return q;
+}
+
+// The 256 digits of a block.
+template <class Byte>
+inline void ternary_digits(const uint8_t* p, Byte* q) {
+  q = ternary(p, 32, 5, q);
+  q = ternary(p + 32, 16, 5, q);
+  ternary(p + 48, 4, 4, q);
 }
 
 template <>
@@ -271,9 +280,8 @@ inline void expand<types::TQ1_0>(const uint8_t* row, int64_t b, Block256& out) {
   const uint8_t* p = row + b * 54;
   out.d = load_f16(p + 52);
   for (int16_t& scale : out.scale) scale = 1;
-  int8_t* q = ternary(p, 32, 5, out.q);
-  q = ternary(p + 32, 16, 5, q);
-  ternary(p + 48, 4, 4, q);
+  ternary_digits(p, out.q);
+  for (int8_t& q : out.q) q -= 1;
 }
 
 template <>

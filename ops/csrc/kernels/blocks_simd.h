@@ -233,6 +233,71 @@ struct FastIQ4_XS : SuperLayout<32, 1, false> {
   }
 };
 
+// 2-bit fields of all 256 elements in 64 bytes, 32 for each half: bits 2 s, 2 s + 1 of them are groups 2 s and 2 s + 1. A
+// step takes two fields of the units column .. column + kUnits - 1.
+template <bool kHasMin>
+struct Crumbs : SuperLayout<16, 2, kHasMin> {
+  static constexpr int column(int step) { return step / 2 * kUnits; }
+  static constexpr int shift(int step) { return step % 2 * 4; }
+  static constexpr int group(int step, int set, int i) {
+    return (column(step) + i) / 2 * 8 + shift(step) + 2 * set + i % 2;
+  }
+  static DASLLAMA_INLINE void fields(const uint8_t* p, int step, Ints* w) {
+    const Ints q = shift_right(load_ints(p + 16 * column(step)), shift(step));
+    w[0] = bit_and(q, splat_bytes(3));
+    w[1] = bit_and(shift_right(q, 2), splat_bytes(3));
+  }
+};
+
+struct FastQ2_K : Crumbs<true> {
+  static constexpr int kBytes = 84, kMax = 3, kBias = 0;
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) { fields(block + 16, step, w); }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
+    const Ints head = gather_lanes(block + 80, offset);
+    out.d = low_half(head);
+    out.dmin = high_half(head);
+    for (int i = 0; i < 4; i++) {
+      const Ints four = gather_lanes(block + 4 * i, offset);
+      const Ints scale = low_nibbles(four), min = high_nibbles(four);
+      for (int j = 0; j < 4; j++) out.scale[4 * i + j] = byte_of(scale, j);
+      for (int j = 0; j < 2; j++)
+        out.mins[2 * i + j] = bit_or(byte_of(min, 2 * j), shift_left(byte_of(min, 2 * j + 1), 16));
+    }
+  }
+};
+
+// A third bit after 32 bytes of them: bit s of a byte belongs to field s of the first half, bit s + 4 of the second.
+struct FastQ3_K : Crumbs<false> {
+  static constexpr int kBytes = 110, kMax = 7, kBias = 4;
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
+    const Ints bits = shift_unit_pairs(load_unit_pair(block), 2 * column(step) + shift(step) / 2, 4);
+    fields(block + 32, step, w);
+    w[0] = bit_or(w[0], bit_and(shift_left(bits, 2), splat_bytes(4)));
+    w[1] = bit_or(w[1], bit_and(shift_left(bits, 1), splat_bytes(4)));
+  }
+  // 16 times 4 bits, then 16 times 2: byte i of the former has scales i and i + 8, of the latter i, i + 4, i + 8, i + 12.
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
+    const Ints low[2] = {gather_lanes(block + 96, offset), gather_lanes(block + 100, offset)};
+    const Ints high = gather_lanes(block + 104, offset);
+    out.d = high_half(gather_lanes(block + 106, offset));
+    for (int i = 0; i < 4; i++) {
+      const Ints four = i < 2 ? low_nibbles(low[i]) : high_nibbles(low[i - 2]);
+      const Ints two = bit_and(shift_right(high, 2 * i), splat_bytes(3));
+      const Ints six = bit_or(four, shift_left(two, 4));
+      for (int j = 0; j < 4; j++) out.scale[4 * i + j] = add(byte_of(six, j), splat_ints(-32));
+    }
+  }
+};
+
+struct FastTQ2_0 : Crumbs<false> {
+  static constexpr int kBytes = 66, kMax = 3, kBias = 1;
+  static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) { fields(block, step, w); }
+  static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
+    out.d = high_half(gather_lanes(block + 62, offset));
+    for (Ints& scale : out.scale) scale = splat_ints(1);
+  }
+};
+
 }  // namespace int_dot
 }  // namespace
 }  // namespace dasllama

@@ -20,78 +20,74 @@ static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t
 constexpr int kFewRows = 4;  // up to so many rows of x the weights are not kept in a panel
 
 template <class Source, int M>
-static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, typename Source::Expand expand, int64_t n_begin, int64_t n_end,
+static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, int64_t n_end,
                                          int64_t m) {
   for (int64_t n = n_begin; n < n_end; n += kLanes) {
     const Strip strip(p.w, p.row_bytes, n, p.N);
     Floats acc[M];
     for (int i = 0; i < M; i++) acc[i] = zero_floats();
     if constexpr (Source::kBlock == 32)
-      few_strip32<Source, M>(p, strip, expand, m, acc);
+      few_strip32<Source, M>(p, strip, m, acc);
     else
-      few_strip256<Source, M>(p, strip, expand, m, acc);
+      few_strip256<Source, M>(p, strip, m, acc);
     for (int i = 0; i < M; i++) store_outputs(p, m + i, n, acc[i]);
   }
 }
 
 template <class Source>
-static void matmul_source(const IntMatmul& p, typename Source::Expand expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
+static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin,
                           int64_t m_end) {
   switch (m_end - m_begin) {
-    case 1: return matmul_few<Source, 1>(p, expand, n_begin, n_end, m_begin);
-    case 2: return matmul_few<Source, 2>(p, expand, n_begin, n_end, m_begin);
-    case 3: return matmul_few<Source, 3>(p, expand, n_begin, n_end, m_begin);
-    case kFewRows: return matmul_few<Source, kFewRows>(p, expand, n_begin, n_end, m_begin);
+    case 1: return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
+    case 2: return matmul_few<Source, 2>(p, n_begin, n_end, m_begin);
+    case 3: return matmul_few<Source, 3>(p, n_begin, n_end, m_begin);
+    case kFewRows: return matmul_few<Source, kFewRows>(p, n_begin, n_end, m_begin);
   }
   if constexpr (Source::kBlock == 32)
-    matmul_many<Panel32<Source>>(p, expand, n_begin, n_end, m_begin, m_end);
+    matmul_many<Panel32<Source>>(p, n_begin, n_end, m_begin, m_end);
   else
-    matmul_many<Panel256<Source>>(p, expand, n_begin, n_end, m_begin, m_end);
+    matmul_many<Panel256<Source>>(p, n_begin, n_end, m_begin, m_end);
 }
 
-// Calls f with the source type that serves qtype, by a null pointer to it, and the function that expands its blocks.
+// Calls f with the source type that serves qtype, by a null pointer to it.
 template <class F>
 static void with_source(int qtype, const F& f) {
   switch (qtype) {
-#define DASLLAMA_PACKED(name, block) \
-  case types::name:                  \
-    return f(static_cast<Packed##block<Fast##name>*>(nullptr), Nothing());
-    DASLLAMA_PACKED(Q4_0, 32)
-    DASLLAMA_PACKED(Q4_1, 32)
-    DASLLAMA_PACKED(Q5_0, 32)
-    DASLLAMA_PACKED(Q5_1, 32)
-    DASLLAMA_PACKED(Q8_0, 32)
-    DASLLAMA_PACKED(IQ4_NL, 32)
-    DASLLAMA_PACKED(MXFP4, 32)
-    DASLLAMA_PACKED(Q4_K, 256)
-    DASLLAMA_PACKED(Q5_K, 256)
-    DASLLAMA_PACKED(Q6_K, 256)
-    DASLLAMA_PACKED(IQ4_XS, 256)
-#undef DASLLAMA_PACKED
-#define DASLLAMA_EXPANDED(name, source, block) \
-  case types::name:                            \
-    return f(static_cast<source*>(nullptr), static_cast<Expand##block>(expand<types::name>));
-    DASLLAMA_EXPANDED(Q1_0, Expanded32<32>, 32)
-    DASLLAMA_EXPANDED(Q2_0, Expanded32<32>, 32)
-    DASLLAMA_EXPANDED(NVFP4, Expanded32<16>, 32)
-    DASLLAMA_EXPANDED(Q2_K, Expanded256<true>, 256)
-    DASLLAMA_EXPANDED(Q3_K, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ1_S, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ1_M, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ2_XXS, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ2_XS, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ2_S, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ3_XXS, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(IQ3_S, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(TQ1_0, Expanded256<false>, 256)
-    DASLLAMA_EXPANDED(TQ2_0, Expanded256<false>, 256)
-#undef DASLLAMA_EXPANDED
+#define DASLLAMA_SOURCE(name, Source) \
+  case types::name:                   \
+    return f(static_cast<Source<Fast##name>*>(nullptr));
+    DASLLAMA_SOURCE(Q4_0, Packed32)
+    DASLLAMA_SOURCE(Q4_1, Packed32)
+    DASLLAMA_SOURCE(Q5_0, Packed32)
+    DASLLAMA_SOURCE(Q5_1, Packed32)
+    DASLLAMA_SOURCE(Q8_0, Packed32)
+    DASLLAMA_SOURCE(IQ4_NL, Packed32)
+    DASLLAMA_SOURCE(MXFP4, Packed32)
+    DASLLAMA_SOURCE(Q1_0, Decoded32)
+    DASLLAMA_SOURCE(Q2_0, Decoded32)
+    DASLLAMA_SOURCE(NVFP4, Decoded32)
+    DASLLAMA_SOURCE(Q2_K, Packed256)
+    DASLLAMA_SOURCE(Q3_K, Packed256)
+    DASLLAMA_SOURCE(Q4_K, Packed256)
+    DASLLAMA_SOURCE(Q5_K, Packed256)
+    DASLLAMA_SOURCE(Q6_K, Packed256)
+    DASLLAMA_SOURCE(IQ4_XS, Packed256)
+    DASLLAMA_SOURCE(TQ2_0, Packed256)
+    DASLLAMA_SOURCE(IQ1_S, Decoded256)
+    DASLLAMA_SOURCE(IQ1_M, Decoded256)
+    DASLLAMA_SOURCE(IQ2_XXS, Decoded256)
+    DASLLAMA_SOURCE(IQ2_XS, Decoded256)
+    DASLLAMA_SOURCE(IQ2_S, Decoded256)
+    DASLLAMA_SOURCE(IQ3_XXS, Decoded256)
+    DASLLAMA_SOURCE(IQ3_S, Decoded256)
+    DASLLAMA_SOURCE(TQ1_0, Decoded256)
+#undef DASLLAMA_SOURCE
   }
 }
 
 static IntTraits int_traits(int qtype) {
   IntTraits traits = {};
-  with_source(qtype, [&](auto* source, auto) {
+  with_source(qtype, [&](auto* source) {
     typedef std::remove_pointer_t<decltype(source)> Source;
     traits = {16 * Source::kParts, Source::kBias, kLanes * kTileStrips};
   });
@@ -99,7 +95,7 @@ static IntTraits int_traits(int qtype) {
 }
 
 static void matmul_int(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
-  with_source(p.qtype, [&](auto* source, auto expand) {
-    matmul_source<std::remove_pointer_t<decltype(source)>>(p, expand, n_begin, n_end, m_begin, m_end);
+  with_source(p.qtype, [&](auto* source) {
+    matmul_source<std::remove_pointer_t<decltype(source)>>(p, n_begin, n_end, m_begin, m_end);
   });
 }

@@ -32,7 +32,7 @@ static DASLLAMA_INLINE void strip_dots(const Unpack& unpack, const Ints (&a)[M][
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) {
         const Ints* p = partial[set][m];
-        sum[set][m][quad] = sum_quad(p[0], p[1], p[2], p[3]);
+        sum[set][m][quad] = sum_quad<Source::kMax, kParts>(p[0], p[1], p[2], p[3]);
       }
   }
 #pragma GCC unroll 2
@@ -44,9 +44,9 @@ static DASLLAMA_INLINE void strip_dots(const Unpack& unpack, const Ints (&a)[M][
 // Units at base + at(i), i = 0 .. kUnits - 1.
 template <class At>
 static DASLLAMA_INLINE Ints units_at(const int8_t* base, const At& at) {
-  alignas(64) uint8_t bytes[16 * kUnits];
-  for (int i = 0; i < kUnits; i++) std::memcpy(bytes + 16 * i, base + at(i), 16);
-  return load_ints(bytes);
+  Unit units[kUnits];
+  for (int i = 0; i < kUnits; i++) units[i] = load_unit(reinterpret_cast<const uint8_t*>(base + at(i)));
+  return join_units(units);
 }
 
 // One piece of a strip whose groups have floats as scales.
@@ -79,9 +79,9 @@ static DASLLAMA_INLINE void few_piece32(Source& source, const IntMatmul& p, int6
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, typename Source::Expand expand, int64_t first,
+static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, int64_t first,
                                         Floats (&acc)[M]) {
-  Source source(strip, expand);
+  Source source(strip);
   const int64_t groups = p.K / (16 * Source::kParts);
   int64_t at = 0;
   for (; at + kUnits <= groups; at += kUnits) {
@@ -105,10 +105,10 @@ static DASLLAMA_INLINE Floats fold_mins(const Scales& s, const int16_t* x_sums, 
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, typename Source::Expand expand, int64_t first,
+static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, int64_t first,
                                          Floats (&acc)[M]) {
   constexpr int kParts = Source::kParts, kSets = Source::kSets, kGroups = Source::kGroups, kGroup = 16 * kParts;
-  Source source(strip, expand);
+  Source source(strip);
   const int64_t blocks = p.K / 256;
   for (int64_t b = 0; b < blocks; b++) {
     source.begin(b);

@@ -138,8 +138,8 @@ struct Panel32 {
     }
   }
 
-  static void fill(const Strip& strip, typename Source::Expand expand, int64_t K, uint8_t* panel) {
-    Source source(strip, expand);
+  static void fill(const Strip& strip, int64_t K, uint8_t* panel) {
+    Source source(strip);
     const int64_t groups = K / kGroup;
     int64_t at = 0;
     for (; at + kUnits <= groups; at += kUnits) fill_piece<true>(source, at, kUnits - 1, K, panel);
@@ -156,8 +156,8 @@ struct Panel256 {
 
   static int64_t bytes(int64_t K) { return K * kLanes + K / 256 * sizeof(Scales); }
 
-  static void fill(const Strip& strip, typename Source::Expand expand, int64_t K, uint8_t* panel) {
-    Source source(strip, expand);
+  static void fill(const Strip& strip, int64_t K, uint8_t* panel) {
+    Source source(strip);
     Scales* scales = reinterpret_cast<Scales*>(panel_at(panel, K));
     for (int64_t b = 0; b < K / 256; b++) {
       source.begin(b);
@@ -204,7 +204,7 @@ static void many_rows(const IntMatmul& p, int64_t begin, int64_t end, int64_t n,
 }
 
 template <class Panel>
-static void matmul_many(const IntMatmul& p, typename Panel::Source::Expand expand, int64_t n_begin, int64_t n_end, int64_t m_begin,
+static void matmul_many(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin,
                         int64_t m_end) {
   const int64_t bytes = (Panel::bytes(p.K) + 63) / 64 * 64;
   uint8_t* scratch = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(bytes * kTileStrips)));
@@ -213,7 +213,7 @@ static void matmul_many(const IntMatmul& p, typename Panel::Source::Expand expan
     for (int i = 0; i < kTileStrips; i++) {
       const bool exists = n + i * kLanes < n_end;
       panel[i] = exists ? scratch + i * bytes : panel[0];
-      if (exists) Panel::fill(Strip(p.w, p.row_bytes, n + i * kLanes, p.N), expand, p.K, panel[i]);
+      if (exists) Panel::fill(Strip(p.w, p.row_bytes, n + i * kLanes, p.N), p.K, panel[i]);
     }
     many_rows<typename Panel::Tile>(p, m_begin, m_end, n, panel);
   }

@@ -2,7 +2,7 @@
 //
 // A vector is kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a strip, and a lane
 // stands for a row. vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits. Unsigned weights (kMax up
-// to 63) take the activation as it is; signed ones (kMax 128) give their sign to it: 2 * 128 * 127 still fits. kMax
+// to 127) take the activation as it is; signed ones (kMax 128) give their sign to it: 2 * 128 * 127 still fits. kMax
 // decides how many of these 16-bit sums may be added before they are widened, so that nothing ever saturates.
 #pragma once
 #include <immintrin.h>
@@ -15,6 +15,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef __m128i Unit;
 typedef __m256i Ints;
 typedef __m256 Floats;
 typedef Ints Offsets;  // of kLanes rows from the first of them
@@ -62,13 +63,18 @@ DASLLAMA_INLINE Floats low_half(Ints a) { return high_half(shift_left(a, 16)); }
 
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE __m128i load_unit(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) {
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(load_unit(p)), load_unit(p + step), 1);
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[2]) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(unit[0]), unit[1], 1);
 }
+DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) { return join_units({load_unit(p), load_unit(p + step)}); }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
   return load_units(p, (last < 1 ? last : 1) * step);
 }
 DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm256_broadcastsi128_si256(unit); }
+// Halves of units, from p on: each fills a unit, twice.
+DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
+  return _mm256_permute4x64_epi64(_mm256_castsi128_si256(load_unit(p)), 0x50);
+}
 DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) { return load_ints(p); }
 DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
   return _mm256_i32gather_epi32(reinterpret_cast<const int*>(base), offset, 1);
@@ -101,29 +107,62 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
   const Ints set = _mm256_cmpeq_epi8(bit_and(spread, one), one);
   return bit_or(v, bit_and(set, splat_bytes(16)));
 }
+// A vector of points of a grid.
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
+  const auto two = [&](int i) {
+    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid[index[i]]));
+    return _mm_castps_si128(
+        _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(grid[index[i + 1]])));
+  };
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(two(0)), two(2), 1);
+}
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
+  const Ints lanes = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
+  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(grid), lanes, 4);
+}
+// a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
+DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
+  int32_t four;
+  std::memcpy(&four, bits, 4);
+  const Ints one = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+  const Ints spread = _mm256_shuffle_epi8(splat_ints(four), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                                                               0x0303030303030303));
+  const Ints minus = _mm256_cmpeq_epi8(bit_and(spread, one), one);
+  return _mm256_add_epi8(_mm256_sub_epi8(a, minus), bit_xor(b, minus));  // -b is ~b + 1
+}
 
 DASLLAMA_INLINE Ints widen(Ints pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 template <int kMax>
 DASLLAMA_INLINE Ints byte_pairs(Ints w, Ints a) {
-  if constexpr (kMax > 63) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+  if constexpr (kMax > 127) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
   return _mm256_maddubs_epi16(w, a);
 }
 
-// Products of 16-element units (one, or two that belong to one group), four sums of 32 bits per unit.
+// Products of 16-element units (one, or two that belong to one group), added up in 16 bits where two units' fit into them.
 template <int kMax>
 DASLLAMA_INLINE Ints dot(Ints w, Ints a) {
-  return widen(byte_pairs<kMax>(w, a));
+  return byte_pairs<kMax>(w, a);
 }
 template <int kMax>
 DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   const Ints first = byte_pairs<kMax>(w0, a0), second = byte_pairs<kMax>(w1, a1);
   if constexpr (kMax > 63) return add(widen(first), widen(second));
-  return widen(_mm256_add_epi16(first, second));
+  return _mm256_add_epi16(first, second);
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it. Widened as late as 16 bits allow.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
-  return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+  constexpr int kMost = kParts * 2 * 127 * kMax, kFits = kParts == 2 && kMax > 63 ? 0 : 32767 / kMost;
+  if constexpr (kFits == 1) a = widen(a), b = widen(b), c = widen(c), d = widen(d);
+  const auto plus = [](bool narrow, Ints a, Ints b) __attribute__((always_inline)) {
+    return narrow ? _mm256_add_epi16(a, b) : add(a, b);
+  };
+  const Ints ab = plus(kFits >= 2, _mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const Ints cd = plus(kFits >= 2, _mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  const Ints low = _mm256_unpacklo_epi64(ab, cd), high = _mm256_unpackhi_epi64(ab, cd);
+  if constexpr (kFits >= 4) return widen(_mm256_add_epi16(low, high));
+  return kFits >= 2 ? add(widen(low), widen(high)) : add(low, high);
 }
 // Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
 DASLLAMA_INLINE void transpose_quad(Ints* v) {
@@ -141,8 +180,14 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1] = _mm256_permute2x128_si256(a, b, 0x31);
 }
 
+// The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
+DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
+  w[0] = _mm256_permute2x128_si256(a, b, 0x20);
+  w[1] = _mm256_permute2x128_si256(a, b, 0x31);
+}
+
 // What the largest weight means for a tile: weights whose sums may be widened equally late share one.
-constexpr int tile_max(int max) { return max > 63 ? 128 : max > 32 ? 63 : max > 15 ? 31 : 15; }
+constexpr int tile_max(int max) { return max > 127 ? 128 : max > 63 ? 127 : max > 32 ? 63 : max > 15 ? 31 : 15; }
 
 // Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
 template <int kMax, int kGroup, int MR, int NR>
@@ -167,6 +212,8 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
         for (int n = 0; n < NR; n++) {
           const Ints products = byte_pairs<kMax>(w[n], a);
           pairs[m][n] = k == begin ? products : _mm256_add_epi16(pairs[m][n], products);
+          // Or GCC makes a tree of the sums, with all products before it, and runs out of registers.
+          __asm__("" : "+x"(pairs[m][n]));
         }
       }
     }

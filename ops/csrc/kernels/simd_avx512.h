@@ -14,6 +14,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef __m128i Unit;
 typedef __m512i Ints;
 typedef __m512 Floats;
 typedef Ints Offsets;  // of kLanes rows from the first of them
@@ -57,18 +58,23 @@ DASLLAMA_INLINE Floats high_half(Ints a) { return low_half(shift_right(a, 16)); 
 
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE __m128i load_unit(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-DASLLAMA_INLINE Ints join_units(__m128i a, __m128i b, __m128i c, __m128i d) {
-  const __m512i ab = _mm512_inserti32x4(_mm512_castsi128_si512(a), b, 1);
-  return _mm512_inserti32x4(_mm512_inserti32x4(ab, c, 2), d, 3);
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[4]) {
+  const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(unit[0]), unit[1], 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(two, unit[2], 2), unit[3], 3);
 }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) {
-  return join_units(load_unit(p), load_unit(p + step), load_unit(p + 2 * step), load_unit(p + 3 * step));
+  return join_units({load_unit(p), load_unit(p + step), load_unit(p + 2 * step), load_unit(p + 3 * step)});
 }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
-  return join_units(load_unit(p), load_unit(p + (last < 1 ? last : 1) * step),
-                    load_unit(p + (last < 2 ? last : 2) * step), load_unit(p + last * step));
+  return join_units({load_unit(p), load_unit(p + (last < 1 ? last : 1) * step),
+                     load_unit(p + (last < 2 ? last : 2) * step), load_unit(p + last * step)});
 }
 DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm512_broadcast_i32x4(unit); }
+// Halves of units, from p on: each fills a unit, twice.
+DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_permutexvar_epi64(_mm512_set_epi64(3, 3, 2, 2, 1, 1, 0, 0), _mm512_castsi256_si512(halves));
+}
 DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) { return load_ints(p); }
 DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
   return _mm512_i32gather_epi32(offset, reinterpret_cast<const int*>(base), 1);
@@ -104,6 +110,21 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
   const __mmask64 set = _mm512_test_epi8_mask(spread, _mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201)));
   return _mm512_mask_add_epi8(v, set, v, splat_bytes(16));
 }
+// A vector of points of a grid.
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
+  const __m512i lanes = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
+  return _mm512_i64gather_epi64(lanes, grid, 8);
+}
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
+  const __m512i lanes = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
+  return _mm512_i32gather_epi32(lanes, grid, 4);
+}
+// a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
+DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
+  __mmask64 minus;
+  std::memcpy(&minus, bits, 8);
+  return _mm512_mask_sub_epi8(_mm512_add_epi8(a, b), minus, a, b);
+}
 
 // Products of 16-element units (one, or two that belong to one group), four sums of 32 bits per unit.
 template <int kMax>
@@ -115,7 +136,8 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero_ints(), w0, a0), w1, a1);
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const Ints ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
   const Ints cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
@@ -138,6 +160,12 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
   v[2] = _mm512_shuffle_i32x4(c, d, 0x88);
   v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
+
+// The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
+DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
+  w[0] = _mm512_shuffle_i32x4(a, b, 0x88);
+  w[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
 }
 
 // How much the largest weight matters to a tile: not at all, sums have 32 bits.

@@ -14,6 +14,7 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
+typedef ivec Unit;
 typedef Two<ivec> Ints;
 typedef Two<fvec> Floats;
 struct Offsets {  // of kLanes rows from the first of them; general registers address memory
@@ -86,10 +87,15 @@ DASLLAMA_INLINE Floats low_half(Ints a) {
 }
 DASLLAMA_INLINE Floats high_half(Ints a) { return low_half(shift_right(a, 16)); }
 
+DASLLAMA_INLINE Ints join_units(const Unit (&unit)[2]) { return {unit[0], unit[1]}; }
 // Units at p, p + step, ...; with `last` no unit beyond that one is read, it is repeated instead.
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step) { return {load_unit(p), load_unit(p + step)}; }
 DASLLAMA_INLINE Ints load_units(const uint8_t* p, int64_t step, int last) {
   return load_units(p, (last < 1 ? last : 1) * step);
+}
+// Halves of units, from p on: each fills a unit, twice.
+DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
+  return {ints(vcombine_u8(vld1_u8(p), vld1_u8(p))), ints(vcombine_u8(vld1_u8(p + 8), vld1_u8(p + 8)))};
 }
 DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
   Offsets offset;
@@ -145,6 +151,23 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
   };
   return {plus(v.lo, bits.lo), plus(v.hi, bits.hi)};
 }
+// A vector of points of a grid.
+template <int kLength>
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[kLength], const uint16_t* index) {
+  uint8_t side_by_side[32];
+#pragma GCC unroll 8
+  for (int i = 0; i < 32 / kLength; i++) std::memcpy(side_by_side + kLength * i, grid[index[i]], kLength);
+  return load_ints(side_by_side);
+}
+// a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
+DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
+  const uint8x16_t one = (uint8x16_t)vdupq_n_u64(0x8040201008040201);
+  const auto sum = [&](ivec a, ivec b, const uint8_t* two) {
+    const uint8x16_t minus = vtstq_u8(vcombine_u8(vdup_n_u8(two[0]), vdup_n_u8(two[1])), one);
+    return ints(vbslq_u8(minus, vsubq_u8(bytes(a), bytes(b)), vaddq_u8(bytes(a), bytes(b))));
+  };
+  return {sum(a.lo, b.lo, bits), sum(a.hi, b.hi, bits + 2)};
+}
 
 DASLLAMA_INLINE ivec add_dots(ivec sum, ivec w, ivec a) {
   return (ivec)vdotq_s32((int32x4_t)sum, signed_bytes(w), signed_bytes(a));
@@ -160,7 +183,8 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return {add_dots(first.lo, w1.lo, a1.lo), add_dots(first.hi, w1.hi, a1.hi)};
 }
 
-// Four rows of units -> in each unit, the four rows' sums over its 32-bit lanes.
+// Four rows' dots of kParts units -> in each unit, the four rows' sums over it.
+template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const auto sums = [](ivec a, ivec b, ivec c, ivec d) { return (ivec)vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d)); };
   return {sums(a.lo, b.lo, c.lo, d.lo), sums(a.hi, b.hi, c.hi, d.hi)};
@@ -183,6 +207,12 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   const ivec unit = v[0].hi;
   v[0].hi = v[1].lo;
   v[1].lo = unit;
+}
+
+// The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
+DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
+  w[0] = {a.lo, b.lo};
+  w[1] = {a.hi, b.hi};
 }
 
 // How much the largest weight matters to a tile: not at all, sums have 32 bits.

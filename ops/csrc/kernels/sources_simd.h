@@ -1,23 +1,19 @@
-// Where the vector matmul gets a strip of weights from: Packed32 and Packed256 unpack the common types straight from the
-// file's rows; Expanded32 and Expanded256 serve every other type through ../blocks.h, one row after the other.
+// Where the vector matmul gets a strip of weights from: Packed32 and Packed256 unpack the file's rows piece by piece into
+// registers; Decoded32 and Decoded256 are for types that are better taken apart in one go, row after row, into bytes in the
+// order of the elements.
 //
 // All of them offer, for a strip of kLanes rows (rows beyond the last are that one again):
 //   begin(at, last)   take up groups at .. at + last (of 32 or 16 elements), or the block `at` of 256
 //   unpack(r, ...)    weights of row r, as blocks_simd.h describes
 //   d(i), m(i) or scales()   scales of the strip
 #pragma once
-#include "blocks_simd.h"
+#include "blocks_simd_decoded.h"
 
 namespace dasllama {
 namespace {
 namespace int_dot {
 
-typedef void (*Expand32)(const uint8_t* row, int64_t b, Block32& out);
-typedef void (*Expand256)(const uint8_t* row, int64_t b, Block256& out);
-
 constexpr int64_t kAhead = 8 << 10, kFar = 128 << 10;  // bytes: how much to have under way, and what caches surely keep
-
-struct Nothing {};  // what Packed32 and Packed256 need to expand a block
 
 struct Strip {
   const uint8_t* row[kLanes];
@@ -46,13 +42,12 @@ struct Strip {
 
 template <class T>
 struct Packed32 : T {
-  typedef Nothing Expand;
   static constexpr int kBlock = 32, kParts = 2;
   const Strip& strip;
   int64_t at = 0;
   int last = 0;
 
-  Packed32(const Strip& strip, Nothing) : strip(strip) {}
+  explicit Packed32(const Strip& strip) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t group, int last_group) {
     at = group * T::kBytes;
     last = last_group;
@@ -69,44 +64,42 @@ struct Packed32 : T {
   }
 };
 
-// kGroup is 16 for NVFP4, whose scales are per 16, and 32 otherwise.
-template <int kGroup>
-struct Expanded32 {
-  typedef Expand32 Expand;
-  static constexpr int kBlock = 32, kParts = kGroup / 16, kMax = 128, kBias = kSignedBias;
+// kUnits groups of kParts units each: part by part, a group's parts in the same unit.
+template <int kParts>
+DASLLAMA_INLINE void take_parts(const uint8_t* q, Ints* w) {
+  w[0] = load_ints(q);
+  if constexpr (kParts == 2) deal_units(w[0], load_ints(q + 16 * kUnits), w);
+}
+
+template <class T>
+struct Decoded32 : T {
+  static constexpr int kBlock = 32, kGroup = 16 * T::kParts;
   static constexpr bool kAdd = false;
   const Strip& strip;
-  Expand32 expand;
-  int last = 0;
+  int64_t k = 0;
   alignas(64) uint8_t q[kLanes][kUnits * kGroup] = {};
-  alignas(64) float floats[kUnits][kLanes] = {};
 
-  Expanded32(const Strip& strip, Expand32 expand) : strip(strip), expand(expand) {}
-  void begin(int64_t group, int last_group) {
-    last = last_group;
-    for (int r = 0; r < kLanes; r++)
-      for (int i = 0; i <= last; i += 32 / kGroup) {
-        Block32 block;
-        expand(strip.row[r], (group + i) * kGroup / 32, block);
-        std::memcpy(q[r] + i * kGroup, block.q, 32);
-        for (int j = 0; j < 32 / kGroup; j++) floats[i + j][r] = block.d[j];
-      }
+  explicit Decoded32(const Strip& strip) : strip(strip) {}
+  DASLLAMA_INLINE void begin(int64_t group, int last_group) {
+    k = group * kGroup;
+    for (int r = 0; r < kLanes; r++) {
+      strip.prefetch(r, T::at(k), kUnits * kGroup * T::kBytes / T::kSpan);
+      T::decode(strip.row[r], k, (last_group + 1) * kGroup, q[r]);
+    }
   }
   template <bool kFull>
   DASLLAMA_INLINE void unpack(int r, Ints* w) const {
-    for (int part = 0; part < kParts; part++)
-      w[part] = bit_xor(load_units(q[r] + 16 * part, kGroup), splat_bytes(kFlip));
+    take_parts<T::kParts>(q[r], w);
   }
-  DASLLAMA_INLINE void scales(int i, Floats& d, Floats&) const { d = load_floats(floats[i]); }
+  DASLLAMA_INLINE void scales(int i, Floats& d, Floats&) const { d = T::d(strip.row[0], k + i * kGroup, strip.offset); }
 };
 
 template <class T>
 struct Packed256 : T {
-  typedef Nothing Expand;
   const Strip& strip;
   int64_t at = 0;
 
-  Packed256(const Strip& strip, Nothing) : strip(strip) {}
+  explicit Packed256(const Strip& strip) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t block) { at = block * T::kBytes; }
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
     if (step == 0) strip.prefetch(r, at, T::kBytes);
@@ -115,43 +108,25 @@ struct Packed256 : T {
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
-template <bool kHasMin>
-struct Expanded256 : SuperLayout<16, 1, kHasMin> {
-  typedef Expand256 Expand;
-  typedef SuperLayout<16, 1, kHasMin> Layout;
-  static constexpr int kMax = 128, kBias = kSignedBias;
+template <class T>
+struct Decoded256 : T {
   static constexpr int group(int step, int, int i) { return step * kUnits + i; }
   const Strip& strip;
-  Expand256 expand;
+  int64_t at = 0;
   alignas(64) uint8_t q[kLanes][256];
-  alignas(64) float d[2][kLanes];
-  alignas(64) int32_t scale[16][kLanes];
-  alignas(64) int16_t mins[8][kLanes][2];
 
-  Expanded256(const Strip& strip, Expand256 expand) : strip(strip), expand(expand) {}
-  void begin(int64_t b) {
+  explicit Decoded256(const Strip& strip) : strip(strip) {}
+  DASLLAMA_INLINE void begin(int64_t block) {
+    at = block * T::kBytes;
     for (int r = 0; r < kLanes; r++) {
-      Block256 block;
-      expand(strip.row[r], b, block);
-      std::memcpy(q[r], block.q, 256);
-      d[0][r] = block.d;
-      d[1][r] = kHasMin ? block.dmin : 0;
-      for (int g = 0; g < 16; g++) {
-        scale[g][r] = block.scale[g];
-        if (kHasMin) mins[g / 2][r][g % 2] = block.min[g];
-      }
+      strip.prefetch(r, at, T::kBytes);
+      T::decode(strip.row[r] + at, q[r]);
     }
   }
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
-    w[0] = bit_xor(load_ints(q[r] + 16 * kUnits * step), splat_bytes(kFlip));
+    take_parts<T::kParts>(q[r] + 16 * kUnits * T::kParts * step, w);
   }
-  DASLLAMA_INLINE void scales(typename Layout::Scales& out) const {
-    out.d = load_floats(d[0]);
-    out.dmin = load_floats(d[1]);
-    for (int g = 0; g < 16; g++) out.scale[g] = load_ints(scale[g]);
-    if (kHasMin)
-      for (int p = 0; p < 8; p++) out.mins[p] = load_ints(mins[p]);
-  }
+  DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
 }  // namespace int_dot

@@ -1,0 +1,1 @@
+#include "csrc/kernels/isa_avx512vnni.h"
