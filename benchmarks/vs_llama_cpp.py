@@ -20,82 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import turns
-from report import (
-    Bound,
-    Ceiling,
-    Footprint,
-    Row,
-    Spread,
-    Target,
-    Work,
-    clearly_worse,
-    common_prefix,
-    footprint_table,
-    speed_table,
-    summary_table,
-)
+from record import OURS, PEER, Run
+from report import Footprint, Row, Work, clearly_worse, common_prefix
+from tasks import TASKS, Task
 from turns import BenchmarkError, Quiet, Worker, measure, rest
 
 HERE = Path(__file__).resolve().parent
-OURS, PEER = "dasllama-torch", "llama.cpp"
 TRIAL = 3  # rounds after which the peer's worse setting may be left out
+FOOTPRINT = "footprint"  # the row that is none of TASKS
 FOOTPRINT_ROUNDS = 3
 FOOTPRINT_DECODE = 8
-LOAD_S, OVER_FILE = 0.5, 450_000_000  # bars for loading without the tokenizer, and for memory beyond the file
-
-
-@dataclass(frozen=True)
-class Task:
-    """One kind of row: `streams` prompts of `prompt` tokens in one batch, then, if any, `steps` greedy steps.
-
-    Without steps the prompts are timed, with steps the steps alone. unit: as of `Row`.
-    """
-
-    name: str
-    prompt: int
-    target: Target
-    steps: int = 0
-    streams: int = 1
-    unit: str = "tok/s"
-
-    @property
-    def command(self) -> dict:
-        """What the worker is asked, but for the prompts."""
-        return {"do": "decode", "steps": self.steps} if self.steps else {"do": "prefill"}
-
-    @property
-    def tokens(self) -> int:
-        """How many a measurement counts."""
-        return self.streams * (self.steps or self.prompt)
-
-    def value(self, seconds: float) -> float:
-        """A measurement in the row's unit."""
-        return 1000 * seconds if self.unit == "ms" else self.tokens / seconds
-
-    def bound(self, work: Work | None) -> Bound | None:
-        if work is None:
-            return None
-        return work.decode(self.streams, self.prompt, self.steps) if self.steps else work.prefill(self.prompt)
-
-
-TASKS = {
-    "prefill": Task("prefill 512", 512, Target(1.8, 1.3, int8=0.45)),
-    "decode": Task("decode 64, empty context", 1, Target(1.4, 1.1), steps=64),
-    "decode2048": Task("decode 64, context 2048", 2048, Target(1.4, 1.1), steps=64),
-    "batch8": Task("decode 32, batch of 8", 1, Target(1.5, 1.2), steps=32, streams=8),
-    "ttft16": Task("first token, prompt of 16", 16, Target(1.5, 1.0), unit="ms"),
-}
-TARGETS = {task.name: task.target for task in TASKS.values()}
-FOOTPRINT = "footprint"
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def start(engine: str, options: argparse.Namespace, threads: int) -> Worker:
-    python, isa = (
-        (options.peer_python, []) if engine == PEER else (sys.executable, [options.isa] if options.isa else [])
-    )
+    python = options.peer_python if engine == PEER else sys.executable
+    isa = [options.isa] if options.isa and engine == OURS else []
     return Worker(engine, [python, str(HERE / "worker.py"), engine, str(threads), *isa])
 
 
@@ -158,7 +97,7 @@ def peer_load(path: Path, n_ctx: int, options: argparse.Namespace) -> dict:
     return {"path": str(path), "n_ctx": n_ctx, "repack": not options.peer_plain}
 
 
-def speed_rows(path: Path, threads: int, tasks: list[Task], options: argparse.Namespace, run: "Run") -> None:
+def speed_rows(path: Path, threads: int, tasks: list[Task], options: argparse.Namespace, run: Run) -> None:
     """Measure the tasks that the run lacks, and write after each."""
     tasks = [task for task in tasks if not run.has_row(path.stem, task, threads, options.rounds[threads])]
     if not tasks:
@@ -195,7 +134,7 @@ def agreement(ours: Contender, peer: Contender) -> tuple[int, int]:
     return common_prefix(chosen, peer.replies[-1]["ids"]), len(chosen)
 
 
-def footprints(path: Path, threads: int, options: argparse.Namespace, run: "Run") -> None:
+def footprints(path: Path, threads: int, options: argparse.Namespace, run: Run) -> None:
     """Both engines in fresh processes, by turns: load, prefill of 512, some steps."""
     if run.has_footprint(path.stem):
         return
@@ -217,128 +156,6 @@ def footprints(path: Path, threads: int, options: argparse.Namespace, run: "Run"
                     footprint.tokenizer_s.append(worker.ask("tokenizer")["seconds"])
     run.footprints += both.values()
     run.write()
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
-
-
-class Run:
-    """What has been measured, kept as JSON at `out` and as a report beside it, so that a run broken off can go on."""
-
-    def __init__(self, out: Path | None, setup: dict, models: dict):
-        """setup: what must be the same for measurements to stand in one table. models: {name: {bytes, sha256}}."""
-        self.out, self.setup, self.models = out, setup, models
-        self.commands: list[dict] = []  # command, date
-        self.engines: dict[str, dict] = {}  # what each says about itself
-        self.ceilings: dict[str, dict] = {}  # by threads, as ceilings.py gives them
-        self.served: dict[str, dict] = {}
-        self.quiet = Quiet()
-        self.rows: list[Row] = []
-        self.footprints: list[Footprint] = []
-
-    def resume(self) -> None:
-        """Take in what `out` holds. Raises BenchmarkError if it was measured with another setup or other files."""
-        saved = json.loads(self.out.read_text())
-        for key, value in self.setup.items():
-            if saved["setup"].get(key) != value:
-                raise BenchmarkError(f"{self.out}: {key} was {saved['setup'].get(key)}, and is {value} now")
-        for name in self.models.keys() & saved["models"].keys():
-            if self.models[name] != saved["models"][name]:
-                raise BenchmarkError(f"{self.out}: {name} was another file")
-        self.models = saved["models"] | self.models
-        for key in ("commands", "engines", "ceilings", "served"):
-            setattr(self, key, saved[key])
-        self.quiet = Quiet(**saved["quiet"])
-        for row in saved["rows"]:
-            bound = row.pop("bound")
-            self.rows.append(Row(**row, bound=bound and Bound(**bound)))
-        self.footprints = [Footprint(**footprint) for footprint in saved["footprints"]]
-
-    def has_row(self, model: str, task: Task, threads: int, rounds: int) -> bool:
-        """Whether the row was measured with as many rounds. One of fewer is measured again."""
-        key = model, task.name, threads
-        return any((row.model, row.name, row.threads) == key and len(row.ours) >= rounds for row in self.rows)
-
-    def add_row(self, row: Row) -> None:
-        key = row.model, row.name, row.threads
-        self.rows = [old for old in self.rows if (old.model, old.name, old.threads) != key] + [row]
-        self.write()
-
-    def has_footprint(self, model: str) -> bool:
-        return any(footprint.model == model for footprint in self.footprints)
-
-    def note_engines(self, *workers: Worker) -> None:
-        for worker in workers:
-            about = {key: worker.about[key] for key in ("versions", "kernels")}
-            if self.engines.setdefault(worker.engine, about) != about:
-                raise BenchmarkError(f"{worker.engine} was {self.engines[worker.engine]}, and is {about} now")
-
-    def ceiling(self, threads: int) -> Ceiling | None:
-        """Of the instruction set that our kernels use; None where it was not measured."""
-        isa, rates = self.engines[OURS]["kernels"], self.ceilings.get(str(threads), {})
-        ops, read = rates.get(f"int8 dot {isa} [Gop/s]"), rates.get(f"read {isa} [GB/s]")
-        return Ceiling(1e9 * ops["median"], 1e9 * read["median"]) if ops and read else None
-
-    def write(self) -> None:
-        if self.out is None:
-            return
-        full = {
-            "commands": self.commands,
-            "setup": self.setup,
-            "models": self.models,
-            "engines": self.engines,
-            "ceilings": self.ceilings,
-            "served": self.served,
-            "quiet": dataclasses.asdict(self.quiet),
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "footprints": [dataclasses.asdict(footprint) for footprint in self.footprints],
-        }
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(full, indent=1) + "\n")
-        self.out.with_suffix(".md").write_text(self.markdown())
-
-    def markdown(self) -> str:
-        host = self.setup["machine"]
-        parts = [f"`{command['command']}`, {command['date']}" for command in self.commands]
-        parts.append(
-            f"Machine: {host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.1f} GiB, {host['system']}."
-        )
-        for engine, about in self.engines.items():
-            versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-            parts.append(f"{engine}: {versions}; kernels: {about['kernels']}.")
-        if self.rows:
-            parts += self._speed()
-        if self.footprints:
-            parts.append(footprint_table(self.footprints, LOAD_S, OVER_FILE))
-            parts.append(
-                f"Bars: loading without the tokenizer under {LOAD_S} s, at most {OVER_FILE / 1e6:.0f} MB over the file."
-            )
-        return "\n\n".join(parts) + "\n"
-
-    def _speed(self) -> list[str]:
-        """The table of rows, what it was measured with, and the summary."""
-        threads = sorted({row.threads for row in self.rows})
-        rounds = {n: {len(row.ours) for row in self.rows if row.threads == n} for n in threads}
-        ceilings = {n: ceiling for n in threads if (ceiling := self.ceiling(n))}
-        counted = ", ".join(f"{'/'.join(map(str, sorted(rounds[n])))} rounds with {n} threads" for n in threads)
-        parts = [
-            f"{counted}; median (quartiles); ratio of medians, above 1.00 where dasllama-torch is faster.",
-            speed_table(self.rows, ceilings),
-        ]
-        parts += [
-            f"Ceilings with {n} threads: {ceiling.ops / 1e9:.0f} int8 Gop/s, {ceiling.bytes / 1e9:.1f} GB/s read."
-            for n, ceiling in ceilings.items()
-        ]
-        if self.quiet.foreign:
-            share = Spread.of(self.quiet.foreign)
-            parts.append(
-                f"During a measurement the waiting engine used at most {1000 * self.quiet.idle_s:.3f} ms of CPU, and "
-                f"other processes {share.median:.1%} of the machine (quartiles {share.low:.1%} to {share.high:.1%}, at "
-                f"most {max(self.quiet.foreign):.1%}); the measured engine had no core for at most "
-                f"{max(self.quiet.stalled):.1%} of the time. {self.quiet.repeated} measurements above the limits "
-                f"(--max-foreign and {turns.STALL_LIMIT:.0%}) were repeated."
-            )
-        return [*parts, summary_table(self.rows, TARGETS, ceilings)]
 
 
 def measure_ceilings(threads: int) -> dict:
@@ -407,6 +224,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("rounds and threads must be 1 or more")
     if options.resume and options.out is None:
         parser.error("--resume needs --out")
+    # From here on by the number of threads.
     options.rounds = dict(zip(threads, rounds * len(threads), strict=False))
     return options
 
