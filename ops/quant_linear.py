@@ -19,13 +19,15 @@ than a unit (Q1_0: 128, Q2_0: 64) uses the same d_w in each. fma rounds once. F1
 rounded to that type, products and sums are f32 in any order; F32 weights: the same without rounding.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from dasllama_torch.ops import blocks, ggml_types
 from dasllama_torch.ops.dequantize import dequantize, matrix_shape
 from dasllama_torch.ops.lattices import FLOATS, quantize_activation, unpack_activation
-from dasllama_torch.ops.registry import define, register_backward
+from dasllama_torch.ops.registry import define, native_library, register_backward
 
 
 def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
@@ -148,3 +150,16 @@ def _backward(ctx, grad):
 
 
 register_backward(quant_linear, _backward, _setup)
+
+
+@contextlib.contextmanager
+def shared_activations():
+    """Context: `quant_linear` rounds an x once for all weights that take it one after the other on this thread.
+
+    For callers who know that nobody writes to such an x in between: a forward of modules that only call ops.
+    """
+    native_library.dasllama_share_activations(1)
+    try:
+        yield
+    finally:
+        native_library.dasllama_share_activations(0)

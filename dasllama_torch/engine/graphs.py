@@ -8,6 +8,7 @@ and modules from elsewhere mean that the modules themselves run; so does an op t
 counts both under "step", as "recorded" and "eager".
 """
 
+import contextlib
 import operator
 import threading
 import weakref
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from dasllama_torch.modules import base
 from dasllama_torch.ops import registry
 from dasllama_torch.ops.program import Program, recording
+from dasllama_torch.ops.quant_linear import shared_activations
 from dasllama_torch.step import PageTable, Step
 
 if TYPE_CHECKING:
@@ -44,9 +46,20 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
     model, pool = sessions[0].model, sessions[0].pool
     if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or _is_watched():
         return None
-    if model not in _models:
-        _models[model] = _RecordedSteps()
-    return _models[model].run(model, pool, sessions, ids)
+    return _models.setdefault(model, _RecordedSteps()).run(model, pool, sessions, ids)
+
+
+def sharing(model: "CausalLM"):
+    """Context for a forward by the modules themselves: where nothing but their ops happens, one rounding of an
+    activation serves all weights that take it (`quant_linear.shared_activations`)."""
+    if not enabled or _is_watched():
+        return contextlib.nullcontext()
+    steps = _models.setdefault(model, _RecordedSteps())
+    with steps.lock:
+        steps.refresh()
+        if not steps.clear and not (steps.obstacle and steps.obstacle.lasting):
+            steps.look_at(model)
+        return shared_activations() if steps.clear else contextlib.nullcontext()
 
 
 def why_not(model: "CausalLM") -> str:
@@ -72,6 +85,7 @@ class _RecordedSteps:
         self.steps: dict[tuple[KVPool, int], _RecordedStep] = {}
         self.epoch = None
         self.obstacle: _Obstacle | None = None
+        self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
     def run(self, model, pool, sessions, ids) -> Tensor | None:
@@ -82,18 +96,26 @@ class _RecordedSteps:
         finally:
             self.lock.release()
 
-    def _run(self, model, pool, sessions, ids) -> Tensor | None:
+    def refresh(self) -> None:
+        """Forget what was found out about modules that have changed."""
         epoch = base.epoch(), registry.isa_epoch
         if epoch != self.epoch:
-            self.epoch, self.obstacle, self.steps = epoch, None, {}
+            self.epoch, self.obstacle, self.clear, self.steps = epoch, None, False, {}
+
+    def look_at(self, model) -> None:
+        self.obstacle = _find_obstacle(model)
+        self.clear = self.obstacle is None
+
+    def _run(self, model, pool, sessions, ids) -> Tensor | None:
+        self.refresh()
         rows = 1 << (len(ids) - 1).bit_length()
         step = self.steps.get((pool, rows))
         if step is not None and step.serves(sessions):
             return step.run(sessions, ids)
         if self.obstacle and self.obstacle.lasting:
             return None
-        self.obstacle = _find_obstacle(model)
-        if self.obstacle:
+        self.look_at(model)
+        if not self.clear:
             return None
         step, logits = _record(model, pool, rows, sessions, ids)
         if step.program.refused:
@@ -190,7 +212,7 @@ def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
     recorded = _RecordedStep(model, pool, rows, blocks)
     recorded.write(sessions, ids)
     registry.count_call("step", "eager")
-    with recording() as recorded.program:
+    with shared_activations(), recording() as recorded.program:
         recorded.logits = model(recorded.step.input_ids, step=recorded.step).logits[0]
     return recorded, _copy(recorded.logits[: len(ids)])
 

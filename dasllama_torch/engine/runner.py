@@ -154,6 +154,8 @@ def _forward(model: "CausalLM", step: Step) -> Tensor:
     """Logits f32 [rows, V] of the rows that are wanted."""
     registry.count_call("step", "eager")
     if not len(step.logit_rows):  # the cache is all that is wanted
-        hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
+        with graphs.sharing(model):
+            hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
         return hidden.new_empty(0, model.config.n_vocab)
-    return model(step.input_ids, step=step).logits[0].float().cpu()
+    with graphs.sharing(model):
+        return model(step.input_ids, step=step).logits[0].float().cpu()

@@ -9,6 +9,8 @@
 namespace dasllama {
 namespace {
 
+thread_local std::optional<SharedActivation> shared_activation;
+
 constexpr int64_t kActivationBytes = int64_t{8} << 20;  // rows of x are taken in windows of about this size
 constexpr int64_t kTaskRows = 64;                       // a task has at least so many rows of x, if there are as many
 constexpr int64_t kTaskBytes = 32 << 10;                // a thread is worth waking for so many bytes of weights
@@ -32,10 +34,14 @@ void matmul_window(const Kernels& k, const IntMatmul& p, int strip, int64_t rows
 void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const std::optional<Tensor>& bias, Tensor& y,
                       int64_t M, int64_t N, int64_t K) {
   const int lattice = type_info(qtype).lattice, unit = type_info(lattice).block;
-  const int group = kernels().integer->traits(qtype).group;
+  const IntTraits wanted = kernels().integer->traits(qtype);
+  const int group = wanted.group;
   const int64_t window = std::clamp<int64_t>(kActivationBytes / (1 + ActivationScratch::row_bytes(K, group, unit)), 256,
                                              std::max<int64_t>(M, 256));
-  const ActivationScratch scratch(x, std::min(window, M), K, group, unit);
+  SharedActivation* const shared = M <= window ? SharedActivation::current() : nullptr;
+  const ActivationScratch* const found = shared ? shared->find(x, K, lattice, wanted) : nullptr;
+  const bool is_there = found != nullptr;
+  const ActivationScratch scratch = is_there ? *found : ActivationScratch(x, std::min(window, M), K, group, unit);
   const float *in = x.const_data_ptr<float>(), *b = bias ? bias->const_data_ptr<float>() : nullptr;
   const uint8_t* w = qweight.const_data_ptr<uint8_t>();
   const int64_t row_bytes = qweight.size(1);
@@ -47,12 +53,14 @@ void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const s
     count_call("quant_linear", k.name);
     for (int64_t first = 0; first < M; first += window) {
       const int64_t rows = std::min(window, M - first);
-      parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
-        k.prepare_activation(in + first * K, lattice, traits, K, arrays, begin, end);
-      });
+      if (!is_there)
+        parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
+          k.prepare_activation(in + first * K, lattice, traits, K, arrays, begin, end);
+        });
       matmul_window(k, {arrays, w, row_bytes, qtype, b, out + first * N, N, K, nullptr}, traits.strip, rows);
     }
   });
+  if (shared && !is_there) shared->keep(x, lattice, wanted, scratch);
 }
 
 Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const std::optional<Tensor>& bias,
@@ -79,6 +87,14 @@ Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const
 
 }  // namespace
 
+SharedActivation* SharedActivation::current() { return shared_activation ? &*shared_activation : nullptr; }
+
 STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) { m.impl("quant_linear", TORCH_BOX(&quant_linear)); }
 
 }  // namespace dasllama
+
+// Begins or ends sharing on the calling thread. What was kept is let go.
+extern "C" __attribute__((visibility("default"))) void dasllama_share_activations(int on) {
+  dasllama::shared_activation.reset();
+  if (on) dasllama::shared_activation.emplace();
+}

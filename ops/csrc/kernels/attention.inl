@@ -80,6 +80,12 @@ static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t
   return {scratch, stride, false};
 }
 
+// Asks the memory for the rows of a block that `fetch` gives as they lie: in decode each is read once, from far away.
+DASLLAMA_INLINE void ask_for(const Block& block, int64_t dim) {
+  const int64_t bytes = kKeys * dim * static_cast<int64_t>(block.half ? sizeof(f16) : sizeof(float));
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(block.data) + i);
+}
+
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
 // Q vectors times K keys. One register's worth of the 16 lanes at a time, so that all sums stay in registers.
@@ -262,6 +268,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
   std::memset(s.acc, 0, static_cast<size_t>(vectors * Dv) * sizeof(float));
 
   const int32_t* pages = a.block_table + static_cast<int64_t>(a.row_seq[tile.row]) * a.B;
+  const bool is_far = vectors <= kMostSums && a.R % kKeys == 0 && a.D % 16 == 0 && a.Dv % 16 == 0;
+  const int64_t end = a.row_end[tile.row + tile.rows - 1];
   for (int64_t start = split * kAttentionSplit; start < (split + 1) * kAttentionSplit; start += kKeys) {
     uint64_t seen = 0;
     for (int64_t i = 0; i < vectors; i++) {
@@ -278,6 +286,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     if (!seen) continue;
 
     const Block k = fetch(a, a.k, a.k_half, a.k_page, a.D, pages, kv_head, start, seen, vectors, keys);
+    const Block v = fetch(a, a.v, a.v_half, a.v_page, a.Dv, pages, kv_head, start, seen, vectors, values);
+    if (is_far) ask_for(v, Dv);
     if (k.half)
       score_block(q, static_cast<const f16*>(k.data), k.stride, D, ranges, vectors, scores);
     else
@@ -290,7 +300,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
         for (int64_t d = 0; d < Dv; d += 16) store16(s.acc + i * Dv + d, load16(s.acc + i * Dv + d) * shrink);
     }
 
-    const Block v = fetch(a, a.v, a.v_half, a.v_page, a.Dv, pages, kv_head, start, seen, vectors, values);
+    if (is_far && start + kKeys < end)
+      ask_for(fetch(a, a.k, a.k_half, a.k_page, a.D, pages, kv_head, start + kKeys, 0, vectors, keys), D);
     if (v.half)
       weigh_block(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
     else

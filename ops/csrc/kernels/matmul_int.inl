@@ -87,7 +87,7 @@ static IntTraits int_traits(int qtype) {
   IntTraits traits = {};
   with_source(qtype, [&](auto* source) {
     typedef std::remove_pointer_t<decltype(source)> Source;
-    traits = {16 * Source::kParts, Source::kBias, kLanes * kTileStrips};
+    traits = {16 * Source::kParts, tile_bias(Source::kMax, Source::kBias), kLanes * kTileStrips};
   });
   return traits;
 }

@@ -6,18 +6,21 @@
 // one weight row, and the fold of ops/quant_linear.py needs no lane to look at another. A task owns its strips and its
 // rows of x; the panel lives in the thread's scratch.
 
-// Where strip's units go: the part of a panel that holds element k.
-DASLLAMA_INLINE uint8_t* panel_at(uint8_t* panel, int64_t k) { return panel + k * kLanes; }
+// The part of a panel that holds element k.
+template <int kMax, class Byte>
+DASLLAMA_INLINE Byte* panel_at(Byte* panel, int64_t k) {
+  return panel + k * kLanes * tile_planes(kMax);
+}
 
 // Writes one part of a piece of all rows: weights[r] holds kUnits units of row r, unit i has elements k(i) .. k(i) + 15.
-template <class K>
+template <int kMax, class K>
 static DASLLAMA_INLINE void store_part(uint8_t* panel, Ints (&weights)[kLanes], int units, const K& k) {
   for (int quad = 0; quad < kUnits; quad++) transpose_quad(weights + 4 * quad);
   for (int four = 0; four < 4; four++) {
     Ints v[kUnits];
     for (int quad = 0; quad < kUnits; quad++) v[quad] = weights[4 * quad + four];
     transpose_units(v);
-    for (int i = 0; i < units; i++) store_ints(panel_at(panel, k(i) + 4 * four), v[i]);
+    for (int i = 0; i < units; i++) store_weights<kMax>(panel_at<kMax>(panel, k(i) + 4 * four), v[i]);
   }
 }
 
@@ -32,7 +35,7 @@ struct Tile32 {
     const int8_t* x[MR];
     for (int n = 0; n < NR; n++) {
       w[n] = panel[n];
-      scales[n] = reinterpret_cast<const Floats*>(panel_at(panel[n], p.K));
+      scales[n] = reinterpret_cast<const Floats*>(panel_at<kMax>(panel[n], p.K));
     }
     for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
     for (int64_t g = 0; g < groups; g++) {
@@ -54,12 +57,12 @@ struct Tile32 {
         }
         x[m] += kGroup;
       }
-      for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
+      for (int n = 0; n < NR; n++) w[n] = panel_at<kMax>(w[n], kGroup);
     }
   }
 };
 
-template <int kGroup, int kMax, bool kBiased, bool kMin>
+template <int kGroup, int kMax, int kBias, bool kMin>
 struct Tile256 {
   static constexpr int kGroups = 256 / kGroup;
   typedef SuperScales<kGroups, kMin> Scales;
@@ -70,40 +73,40 @@ struct Tile256 {
     const uint8_t* w[NR];
     const Scales* scales[NR];
     const int8_t* x[MR];
+    const int32_t* init[MR];
     for (int n = 0; n < NR; n++) {
       w[n] = panel[n];
-      scales[n] = reinterpret_cast<const Scales*>(panel_at(panel[n], p.K));
+      scales[n] = reinterpret_cast<const Scales*>(panel_at<kMax>(panel[n], p.K));
     }
-    for (int m = 0; m < MR; m++) x[m] = p.x.q + (first + m) * p.K;
+    for (int m = 0; m < MR; m++) {
+      x[m] = p.x.q + (first + m) * p.K;
+      init[m] = p.x.init + (first + m) * blocks * kGroups;
+    }
     for (int64_t b = 0; b < blocks; b++) {
       Ints isum[MR][NR];
       for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++) isum[m][n] = zero_ints();
       for (int g = 0; g < kGroups; g++) {
-        Ints sum[MR][NR];
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-          for (int n = 0; n < NR; n++)
-            sum[m][n] = kBiased ? splat_ints(p.x.init[((first + m) * blocks + b) * kGroups + g]) : zero_ints();
-        tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
-#pragma GCC unroll 8
+        Ints scale[NR];
+        for (int n = 0; n < NR; n++) scale[n] = scales[n][b].scale[g];
+        tile_scaled_dots<kMax, kGroup, kBias != 0, MR, NR>(w, x, init, scale, isum);
         for (int m = 0; m < MR; m++) {
-#pragma GCC unroll 4
-          for (int n = 0; n < NR; n++) isum[m][n] = add(isum[m][n], mul(sum[m][n], scales[n][b].scale[g]));
           x[m] += kGroup;
+          init[m]++;
         }
-        for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
+        for (int n = 0; n < NR; n++) w[n] = panel_at<kMax>(w[n], kGroup);
       }
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         const int64_t block = (first + m) * blocks + b;
+        const int16_t* x_sums = p.x.sums + block * kGroups;
         const float x_d = p.x.d[block];
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
           const Scales& s = scales[n][b];
-          acc[m][n] = fma(to_floats(isum[m][n]), mul(s.d, splat_floats(x_d)), acc[m][n]);
-          if (kMin) acc[m][n] = fold_mins(s, p.x.sums + block * kGroups, x_d, acc[m][n]);
+          const Ints sum = kBias ? unbias<kBias, kGroups>(isum[m][n], s.scale, x_sums) : isum[m][n];
+          acc[m][n] = fma(to_floats(sum), mul(s.d, splat_floats(x_d)), acc[m][n]);
+          if (kMin) acc[m][n] = fold_mins(s, x_sums, x_d, acc[m][n]);
         }
       }
     }
@@ -113,14 +116,14 @@ struct Tile256 {
 template <class WeightSource>
 struct Panel32 {
   typedef WeightSource Source;
-  static constexpr int kGroup = 16 * Source::kParts;
-  typedef Tile32<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kAdd> Tile;
+  static constexpr int kGroup = 16 * Source::kParts, kMax = Source::kMax;
+  typedef Tile32<kGroup, tile_max(kMax), tile_bias(kMax, Source::kBias) != 0, Source::kAdd> Tile;
 
-  static int64_t bytes(int64_t K) { return K * kLanes + K / kGroup * (Source::kAdd ? 2 : 1) * sizeof(Floats); }
+  static int64_t bytes(int64_t K) { return K * kLanes * tile_planes(kMax) + K / kGroup * (Source::kAdd ? 2 : 1) * sizeof(Floats); }
 
   template <bool kFull>
   static DASLLAMA_INLINE void fill_piece(Source& source, int64_t at, int last, int64_t K, uint8_t* panel) {
-    Floats* scales = reinterpret_cast<Floats*>(panel_at(panel, K));
+    Floats* scales = reinterpret_cast<Floats*>(panel_at<kMax>(panel, K));
     source.begin(at, last);
     Ints weights[Source::kParts][kLanes];
     for (int r = 0; r < kLanes; r++) {
@@ -129,7 +132,7 @@ struct Panel32 {
       for (int part = 0; part < Source::kParts; part++) weights[part][r] = w[part];
     }
     for (int part = 0; part < Source::kParts; part++)
-      store_part(panel, weights[part], last + 1, [&](int i) { return (at + i) * kGroup + 16 * part; });
+      store_part<kMax>(panel, weights[part], last + 1, [&](int i) { return (at + i) * kGroup + 16 * part; });
     for (int i = 0; i <= last; i++) {
       Floats d, m = zero_floats();
       source.scales(i, d, m);
@@ -150,18 +153,19 @@ struct Panel32 {
 template <class WeightSource>
 struct Panel256 {
   typedef WeightSource Source;
-  static constexpr int kParts = Source::kParts, kGroup = 16 * kParts;
+  static constexpr int kParts = Source::kParts, kGroup = 16 * kParts, kMax = Source::kMax;
   typedef typename Source::Scales Scales;
-  typedef Tile256<kGroup, tile_max(Source::kMax), Source::kBias != 0, Source::kMin> Tile;
+  typedef Tile256<kGroup, tile_max(kMax), tile_bias(kMax, Source::kBias), Source::kMin> Tile;
 
-  static int64_t bytes(int64_t K) { return K * kLanes + K / 256 * sizeof(Scales); }
+  static int64_t bytes(int64_t K) { return K * kLanes * tile_planes(kMax) + K / 256 * sizeof(Scales); }
 
   static void fill(const Strip& strip, int64_t K, uint8_t* panel) {
     Source source(strip);
-    Scales* scales = reinterpret_cast<Scales*>(panel_at(panel, K));
+    Scales* scales = reinterpret_cast<Scales*>(panel_at<kMax>(panel, K));
     for (int64_t b = 0; b < K / 256; b++) {
       source.begin(b);
       source.scales(scales[b]);
+      for (Ints& scale : scales[b].scale) scale = tile_scale(scale);
       for (int step = 0; step < Source::kSteps; step++) {
         Ints weights[Source::kSets * kParts][kLanes];
         for (int r = 0; r < kLanes; r++) {
@@ -170,7 +174,7 @@ struct Panel256 {
           for (int v = 0; v < Source::kSets * kParts; v++) weights[v][r] = w[v];
         }
         for (int v = 0; v < Source::kSets * kParts; v++)
-          store_part(panel, weights[v], kUnits, [&](int i) {
+          store_part<kMax>(panel, weights[v], kUnits, [&](int i) {
             return b * 256 + Source::group(step, v / kParts, i) * kGroup + v % kParts * 16;
           });
       }

@@ -188,40 +188,89 @@ DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
 
 // What the largest weight means for a tile: weights whose sums may be widened equally late share one.
 constexpr int tile_max(int max) { return max > 127 ? 128 : max > 63 ? 127 : max > 32 ? 63 : max > 15 ? 31 : 15; }
+// Signed weights lie in a panel as the two nibbles of weight + 128, whose products add up in 16 bits for a whole group:
+// less work than an instruction for the sign of every product.
+constexpr int tile_planes(int max) { return max > 127 ? 2 : 1; }
+constexpr int tile_bias(int max, int bias) { return max > 127 ? 128 : bias; }
 
-// Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
-template <int kMax, int kGroup, int MR, int NR>
-DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
-  // kSteps pairs of products fit into 16 bits.
-  constexpr int fit = 32767 / (2 * 127 * kMax), kSteps = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+// Four weights of each lane to their place in a panel.
+template <int kMax>
+DASLLAMA_INLINE void store_weights(uint8_t* p, Ints w) {
+  if constexpr (tile_planes(kMax) == 2) {
+    w = bit_xor(w, splat_bytes(0x80));
+    store_ints(p + sizeof(Ints), high_nibbles(w));
+    w = low_nibbles(w);
+  }
+  store_ints(p, w);
+}
+
+// The products of kGroup elements of MR rows of x and NR strips, added up in 16 bits: take(m, n, plane, pairs), as often
+// as they have to be widened.
+template <int kMax, int kGroup, int MR, int NR, class Take>
+DASLLAMA_INLINE void tile_pairs(const uint8_t* const* panel, const int8_t* const* x, const Take& take) {
+  constexpr int kPlanes = tile_planes(kMax), kVectors = NR * kPlanes;
+  constexpr int fit = 32767 / (2 * 127 * (kPlanes == 2 ? 15 : kMax)), kSteps = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
   constexpr int kStride = kSteps * 4 < kGroup ? kSteps * 4 : kGroup;
 #pragma GCC unroll 8
   for (int begin = 0; begin < kGroup; begin += kStride) {
-    Ints pairs[MR][NR];
+    Ints pairs[MR][kVectors];
 #pragma GCC unroll 8
     for (int k = begin; k < begin + kStride; k += 4) {
-      Ints w[NR];
+      Ints w[kVectors];
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) w[n] = load_ints(panel[n] + k * kLanes);
+      for (int v = 0; v < kVectors; v++) w[v] = load_ints(panel[v / kPlanes] + (k * kPlanes + v % kPlanes * 4) * kLanes);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         int32_t four;
         std::memcpy(&four, x[m] + k, 4);
         const Ints a = splat_ints(four);
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) {
-          const Ints products = byte_pairs<kMax>(w[n], a);
-          pairs[m][n] = k == begin ? products : _mm256_add_epi16(pairs[m][n], products);
+        for (int v = 0; v < kVectors; v++) {
+          const Ints products = _mm256_maddubs_epi16(w[v], a);
+          pairs[m][v] = k == begin ? products : _mm256_add_epi16(pairs[m][v], products);
           // Or GCC makes a tree of the sums, with all products before it, and runs out of registers.
-          __asm__("" : "+x"(pairs[m][n]));
+          __asm__("" : "+x"(pairs[m][v]));
         }
       }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], widen(pairs[m][n]));
+      for (int v = 0; v < kVectors; v++) take(m, v / kPlanes, v % kPlanes, pairs[m][v]);
   }
+}
+
+// Adds to sum the products of kGroup elements.
+template <int kMax, int kGroup, int MR, int NR>
+DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
+  tile_pairs<kMax, kGroup, MR, NR>(panel, x, [&](int m, int n, int plane, Ints pairs) __attribute__((always_inline)) {
+    sum[m][n] = add(sum[m][n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(plane ? 16 : 1)));
+  });
+}
+
+// A group's scale as a tile wants it: twice in 16 bits, so that one instruction widens, scales and adds two sums.
+DASLLAMA_INLINE Ints tile_scale(Ints scale) {
+  return bit_or(bit_and(scale, splat_ints(0xffff)), shift_left(scale, 16));
+}
+// Adds to sum the products of kGroup elements times the scales; what the bias adds to them is left to `unbias`.
+template <int kMax, int kGroup, bool kBiased, int MR, int NR>
+DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const int32_t* const*,
+                                      const Ints (&scale)[NR], Ints (&sum)[MR][NR]) {
+  tile_pairs<kMax, kGroup, MR, NR>(panel, x, [&](int m, int n, int plane, Ints pairs) __attribute__((always_inline)) {
+    sum[m][n] = add(sum[m][n], _mm256_madd_epi16(pairs, plane ? _mm256_slli_epi16(scale[n], 4) : scale[n]));
+  });
+}
+// Takes kBias times the sums of x in each group, times its scale, from sum.
+template <int kBias, int kGroups>
+DASLLAMA_INLINE Ints unbias(Ints sum, const Ints* scale, const int16_t* x_sums) {
+  Ints low = zero_ints();
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; g += 2) {
+    int32_t pair;
+    std::memcpy(&pair, x_sums + g, 4);
+    low = add(low, mul_pairs(_mm256_blend_epi16(scale[g], scale[g + 1], 0xaa), splat_ints(pair)));
+  }
+  return add(sum, mul(low, splat_ints(-kBias)));
 }
 
 }  // namespace int_dot
