@@ -1,9 +1,9 @@
-// Calls every kernel of a table on inputs of its own and writes what comes out, so that the tables of two processors can be
-// compared. Inputs are made of integers and powers of two: the same bits wherever this runs. Results start as NaN, and
-// nearly all sizes are no multiple of a vector or a tile.
+// Calls the kernels of a table on inputs of its own and writes what comes out, so that the tables of two processors can
+// be compared. Inputs are made of integers and powers of two: the same bits wherever this runs. Results start as NaN,
+// and nearly all sizes are no multiple of a vector or a tile.
 //
-// Weights come from a file: rows of all types in int32 and bytes, {type, N, K, row_bytes, rows}. Results go into another:
-// records of a line with name and length, and as many bytes.
+// Weights come from a file: of each type, int32 type, N, K and row_bytes, and the bytes of N rows. Results go into
+// another: records of a line with name and length, and as many bytes.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -76,7 +76,8 @@ struct Cases {
     const Ids ids = {2, 0, 2};
     for (const Weight& w : weights) {
       Floats all = blank(w.N * w.K), some = blank(3 * w.K);
-      for (int64_t n = 0; n < w.N; n++) k.dequantize(w.type, w.rows.data() + n * w.row_bytes, w.K, all.data() + n * w.K);
+      for (int64_t n = 0; n < w.N; n++)
+        k.dequantize(w.type, w.rows.data() + n * w.row_bytes, w.K, all.data() + n * w.K);
       k.embedding(w.type, w.rows.data(), w.row_bytes, ids.data(), 1.7f, w.K, some.data(), 0, 3);
       put(all, "dequantize", w.type);
       put(some, "embedding", w.type);
@@ -124,7 +125,8 @@ struct Cases {
       for (int32_t& axis : axes) axis = static_cast<int32_t>(random() % 3);
       const Floats frequency = floats(half, 1), x = floats(T * heads * dim);
       Floats cosines = blank(T * half), sines = cosines, y = blank(T * heads * dim);
-      k.rope_tables(positions.data(), axes_n, axes.data(), frequency.data(), 1.25f, half, cosines.data(), sines.data(), 0, T);
+      k.rope_tables(positions.data(), axes_n, axes.data(), frequency.data(), 1.25f, half, cosines.data(), sines.data(),
+                    0, T);
       k.rope(x.data(), heads * dim, dim, cosines.data(), sines.data(), heads, dim, half, y.data(), 0, T);
       put(cosines, "rope_tables cos", half);
       put(sines, "rope_tables sin", half);
@@ -159,8 +161,8 @@ struct Cases {
         Ids ids(static_cast<size_t>(rows * top), -1);
         k.moe_router(logits.data(), E, gate ? bias.data() : nullptr, E, top, gate, renormalize, 2.5f, weights.data(),
                      ids.data(), 0, rows);
-        k.moe_router_backward(grad.data(), logits.data(), ids.data(), E, top, gate, renormalize, 2.5f, dlogits.data(), 0,
-                              rows);
+        k.moe_router_backward(grad.data(), logits.data(), ids.data(), E, top, gate, renormalize, 2.5f, dlogits.data(),
+                              0, rows);
         put(weights, "moe_router", gate, renormalize);
         put(ids, "moe_router ids", gate, renormalize);
         put(dlogits, "moe_router_backward", gate, renormalize);
@@ -236,7 +238,8 @@ struct Cases {
     const int64_t n = static_cast<int64_t>(rows.size());
     const Floats x = floats(T * C), weight = floats(C * K), grad = floats(T * C);
     Floats state = floats((K - 1) * C), out = blank(T * C), dx = out, dz = out, scratch = blank(K * C);
-    const ConvArgs back = {x.data(), C, weight.data(), C, K, dx.data()}, a = {x.data(), C, weight.data(), C, K, out.data()};
+    const ConvArgs a = {x.data(), C, weight.data(), C, K, out.data()};
+    const ConvArgs back = {x.data(), C, weight.data(), C, K, dx.data()};
     k.causal_conv1d_backward(back, grad.data(), rows.data(), n, state.data(), begin, C, dz.data(), scratch.data());
     k.causal_conv1d(a, rows.data(), n, state.data(), begin, C, scratch.data());
     put(dx, "causal_conv1d_backward");
@@ -295,8 +298,8 @@ struct Cases {
         const Floats x = floats(M * w.K), grad = floats(M * w.N);
         const Ids rows = backwards(M);
         Floats y = blank(M * w.N), dx = blank(M * w.K);
-        k.matmul_float({x.data(), w.K, w.rows.data(), w.row_bytes, w.type, M % 2 ? bias.data() : nullptr, y.data(), w.N, M,
-                        w.K, M % 2 ? nullptr : rows.data()},
+        k.matmul_float({x.data(), w.K, w.rows.data(), w.row_bytes, w.type, M % 2 ? bias.data() : nullptr, y.data(), w.N,
+                        M, w.K, M % 2 ? nullptr : rows.data()},
                        0, w.N);
         k.matmul_float_backward({grad.data(), w.rows.data(), w.row_bytes, w.type, dx.data(), M, w.N, w.K}, 0, w.K);
         put(y, "matmul_float", w.type, M);

@@ -20,8 +20,7 @@ static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t
 constexpr int kFewRows = 4;  // up to so many rows of x the weights are not kept in a panel
 
 template <class Source, int M>
-static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, int64_t n_end,
-                                         int64_t m) {
+static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m) {
   for (int64_t n = n_begin; n < n_end; n += kLanes) {
     const Strip strip(p.w, p.row_bytes, n, p.N);
     Floats acc[M];
@@ -35,8 +34,7 @@ static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, in
 }
 
 template <class Source>
-static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin,
-                          int64_t m_end) {
+static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
   switch (m_end - m_begin) {
     case 1: return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
     case 2: return matmul_few<Source, 2>(p, n_begin, n_end, m_begin);

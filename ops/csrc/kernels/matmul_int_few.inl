@@ -79,8 +79,7 @@ static DASLLAMA_INLINE void few_piece32(Source& source, const IntMatmul& p, int6
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, int64_t first,
-                                        Floats (&acc)[M]) {
+static DASLLAMA_INLINE void few_strip32(const IntMatmul& p, const Strip& strip, int64_t first, Floats (&acc)[M]) {
   Source source(strip);
   const int64_t groups = p.K / (16 * Source::kParts);
   int64_t at = 0;
@@ -105,8 +104,7 @@ static DASLLAMA_INLINE Floats fold_mins(const Scales& s, const int16_t* x_sums, 
 }
 
 template <class Source, int M>
-static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, int64_t first,
-                                         Floats (&acc)[M]) {
+static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip, int64_t first, Floats (&acc)[M]) {
   constexpr int kParts = Source::kParts, kSets = Source::kSets, kGroups = Source::kGroups, kGroup = 16 * kParts;
   Source source(strip);
   const int64_t blocks = p.K / 256;

@@ -204,8 +204,7 @@ static void many_rows(const IntMatmul& p, int64_t begin, int64_t end, int64_t n,
 }
 
 template <class Panel>
-static void matmul_many(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin,
-                        int64_t m_end) {
+static void matmul_many(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
   const int64_t bytes = (Panel::bytes(p.K) + 63) / 64 * 64;
   uint8_t* scratch = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(bytes * kTileStrips)));
   for (int64_t n = n_begin; n < n_end; n += kTileStrips * kLanes) {

@@ -1,8 +1,8 @@
 // The vectors of the integer matmul in NEON with dot products. simd_avx2.h offers the same names.
 //
-// A vector is two registers: kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a strip,
-// and a lane stands for a row. sdot multiplies signed bytes and sums up in 32 bits, so weights of every type stay as they
-// are unpacked, and no sum needs to be widened.
+// A vector is two registers: kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a
+// strip, and a lane stands for a row. sdot multiplies signed bytes and sums up in 32 bits, so weights of every type
+// stay as they are unpacked, and no sum needs to be widened.
 #pragma once
 #include <arm_neon.h>
 
@@ -151,13 +151,22 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
   };
   return {plus(v.lo, bits.lo), plus(v.hi, bits.hi)};
 }
-// A vector of points of a grid.
+// A vector of points of a grid, put together in registers: a load waits long for parts that were only just stored.
 template <int kLength>
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[kLength], const uint16_t* index) {
-  uint8_t side_by_side[32];
-#pragma GCC unroll 8
-  for (int i = 0; i < 32 / kLength; i++) std::memcpy(side_by_side + kLength * i, grid[index[i]], kLength);
-  return load_ints(side_by_side);
+  typedef std::conditional_t<kLength == 8, int64_t, int32_t> Point;
+  typedef Point Points __attribute__((vector_size(16)));
+  const auto unit = [&](const uint16_t* index) {
+    Points v = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < 16 / kLength; i++) {
+      Point point;
+      std::memcpy(&point, grid[index[i]], kLength);
+      v[i] = point;
+    }
+    return (ivec)v;
+  };
+  return {unit(index), unit(index + 16 / kLength)};
 }
 // a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
 DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {

@@ -1,1 +1,0 @@
-#include "csrc/kernels/isa_avx512vnni.h"
