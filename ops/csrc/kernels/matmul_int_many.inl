@@ -80,19 +80,23 @@ struct Tile256 {
       for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++) isum[m][n] = zero_ints();
       for (int g = 0; g < kGroups; g++) {
-        Ints sum[MR][NR];
+        Ints scale[NR];
+        for (int n = 0; n < NR; n++) scale[n] = scales[n][b].scale[g];
+        if constexpr (kBiased) {
+          Ints sum[MR][NR];
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++)
+          for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-          for (int n = 0; n < NR; n++)
-            sum[m][n] = kBiased ? splat_ints(p.x.init[((first + m) * blocks + b) * kGroups + g]) : zero_ints();
-        tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
+            for (int n = 0; n < NR; n++) sum[m][n] = splat_ints(p.x.init[((first + m) * blocks + b) * kGroups + g]);
+          tile_dots<kMax, kGroup, MR, NR>(w, x, sum);
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) {
+          for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-          for (int n = 0; n < NR; n++) isum[m][n] = add(isum[m][n], mul(sum[m][n], scales[n][b].scale[g]));
-          x[m] += kGroup;
+            for (int n = 0; n < NR; n++) isum[m][n] = add(isum[m][n], mul(sum[m][n], scale[n]));
+        } else {
+          tile_scaled_dots<kMax, kGroup, MR, NR>(w, x, scale, isum);
         }
+        for (int m = 0; m < MR; m++) x[m] += kGroup;
         for (int n = 0; n < NR; n++) w[n] += kGroup * kLanes;
       }
 #pragma GCC unroll 8

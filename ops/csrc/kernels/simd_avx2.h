@@ -192,9 +192,11 @@ DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
 // What the largest weight means for a tile: weights whose sums may be widened equally late share one.
 constexpr int tile_max(int max) { return max > 127 ? 128 : max > 63 ? 127 : max > 32 ? 63 : max > 15 ? 31 : 15; }
 
-// Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
+// Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane. They are
+// multiplied with `by` of their strip, twice 16 bits in a lane, as they are widened.
 template <int kMax, int kGroup, int MR, int NR>
-DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
+DASLLAMA_INLINE void tile_products(const uint8_t* const* panel, const int8_t* const* x, const Ints (&by)[NR],
+                                   Ints (&sum)[MR][NR]) {
   // kSteps pairs of products fit into 16 bits.
   constexpr int fit = 32767 / (2 * 127 * kMax), kSteps = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
   constexpr int kStride = kSteps * 4 < kGroup ? kSteps * 4 : kGroup;
@@ -223,8 +225,23 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], widen(pairs[m][n]));
+      for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], mul_pairs(pairs[m][n], by[n]));
   }
+}
+
+template <int kMax, int kGroup, int MR, int NR>
+DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
+  Ints ones[NR];
+  for (Ints& one : ones) one = _mm256_set1_epi16(1);
+  tile_products<kMax, kGroup, MR, NR>(panel, x, ones, sum);
+}
+// The same times the scales of the strips, which fit into 16 bits.
+template <int kMax, int kGroup, int MR, int NR>
+DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const Ints (&scale)[NR],
+                                      Ints (&sum)[MR][NR]) {
+  Ints twice[NR];
+  for (int n = 0; n < NR; n++) twice[n] = _mm256_blend_epi16(scale[n], shift_left(scale[n], 16), 0xaa);
+  tile_products<kMax, kGroup, MR, NR>(panel, x, twice, sum);
 }
 
 }  // namespace int_dot

@@ -255,6 +255,20 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
   }
 }
 
+// The same times the scales of the strips.
+template <int kMax, int kGroup, int MR, int NR>
+DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const Ints (&scale)[NR],
+                                      Ints (&sum)[MR][NR]) {
+  Ints dots[MR][NR];
+  for (auto& row : dots)
+    for (Ints& v : row) v = zero_ints();
+  tile_dots<kMax, kGroup, MR, NR>(panel, x, dots);
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], mul(dots[m][n], scale[n]));
+}
+
 }  // namespace int_dot
 }  // namespace
 }  // namespace dasllama
