@@ -27,23 +27,22 @@ Tensor sample_token(const Tensor& logits, const Tensor& seen, double repetition_
 
   const auto F = static_cast<size_t>(sample_floats(V)), B = static_cast<size_t>(sample_blocks(V));
   double* blocks = static_cast<double*>(
-      thread_scratch(B * sizeof(double) + 4 * F * sizeof(float) + static_cast<size_t>(V) * sizeof(int32_t)));
+      thread_scratch(B * sizeof(double) + 3 * F * sizeof(float) + static_cast<size_t>(V) * sizeof(int32_t)));
   float* e = reinterpret_cast<float*>(blocks + B);
   SampleArgs a{in.const_data_ptr<float>(), V, temp, top_k, top_p, min_p, draw, e, e + F, e + 2 * F,
-               reinterpret_cast<int32_t*>(e + 4 * F), blocks};
+               reinterpret_cast<int32_t*>(e + 3 * F), blocks};
   if (n) {
-    float* penalized = e + 3 * F;
-    std::copy(a.logits, a.logits + V, penalized);
+    std::copy(a.logits, a.logits + V, e);  // the kernel may put its exponentials where it reads the logits
     std::vector<int64_t> sorted(ids, ids + n);
     std::sort(sorted.begin(), sorted.end());
     const auto repetition = static_cast<float>(repetition_penalty);
     for (auto first = sorted.begin(), next = first; first != sorted.end(); first = next) {
       next = std::upper_bound(first, sorted.end(), *first);
-      float& v = penalized[*first];
+      float& v = e[*first];
       v = (v > 0 ? v / repetition : v * repetition) - static_cast<float>(presence_penalty) -
           static_cast<float>(frequency_penalty) * static_cast<float>(next - first);
     }
-    a.logits = penalized;
+    a.logits = e;
   }
   const Kernels& k = kernels();
   count_call("sample_token", k.name);

@@ -187,6 +187,7 @@ static int64_t draw_element(const float* e, int64_t n, float least, const double
   return chosen;
 }
 
+// a.logits may be a.e: what is read of them has been, where e is written.
 static int64_t sample_token(const SampleArgs& a) {
   const Largest top = find_largest(a.logits, a.V);
   if (!(std::fabs(top.value) < INFINITY)) return -1;
