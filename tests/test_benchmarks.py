@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+from vocabularies import bpe
 
 import dasllama_torch as dl
+from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.gguf.writer import write_gguf
+from dasllama_torch.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -175,6 +179,8 @@ def test_streams_go_back_to_the_end_of_their_prompts(engine, name):
 
     over, prompts = engine(name), [list(range(3, 43)), list(range(5, 45))]
     first = worker.decode(over, prompts, 40)
+    assert worker.decode(over, prompts, 40)["ids"] == first["ids"]
+    worker.prefill(over, prompts[::-1])  # the same streams: what they held is gone
     assert worker.decode(over, prompts, 40)["ids"] == first["ids"]
     assert worker.decode(engine(name), prompts, 40)["ids"] == first["ids"]
     assert len(set(first["ids"])) > 1
@@ -538,3 +544,18 @@ def test_wrong_arguments_are_refused(bench, capsys, tmp_path):
     assert "--resume needs --out" in refused("--models", str(some), "--resume")
     options = bench.parse(["--models", str(some), str(some), "--threads", "1,2", "--rounds", "11,5"])
     assert (options.rounds, len(options.models)) == ({1: 11, 2: 5}, 2)
+
+
+def test_the_random_llama_loads_and_has_the_vocabulary_of_the_file(monkeypatch, tmp_path):
+    import random_llama
+
+    for name, value in dict(C=128, LAYERS=2, H=2, G=1, D=64, FF=256).items():
+        monkeypatch.setattr(random_llama, name, value)
+    words = bpe("smollm")
+    write_gguf(tmp_path / "words.gguf", "llama", words, {})
+    random_llama.write_f32(tmp_path / "made.gguf", tmp_path / "words.gguf", seed=0)
+    model = dl.load_model(tmp_path / "made.gguf")
+    assert list(model.tokenizer.encode("a line")) == list(Tokenizer.from_metadata(Metadata(words)).encode("a line"))
+    logits = dl.create_session(model).eval([1, 2, 3])
+    assert logits.shape == (len(words["tokenizer.ggml.tokens"]),)
+    assert 0.5 < logits.std() < 2  # the activations of a trained model, in size

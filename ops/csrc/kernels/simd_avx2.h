@@ -109,12 +109,15 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
 }
 // A vector of points of a grid.
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
-  const auto two = [&](int i) {
-    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid[index[i]]));
-    return _mm_castps_si128(
-        _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(grid[index[i + 1]])));
+  uint64_t four;
+  std::memcpy(&four, index, 8);  // taken apart in general registers: shuffles are what there is least room for
+  const auto point = [&](int i) __attribute__((always_inline)) {
+    int64_t eight;
+    std::memcpy(&eight, grid[four >> 16 * i & 0xffff], 8);
+    return _mm256_set1_epi64x(eight);
   };
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(two(0)), two(2), 1);
+  const Ints low = _mm256_blend_epi32(point(0), point(1), 0x0c), high = _mm256_blend_epi32(point(2), point(3), 0xc0);
+  return _mm256_blend_epi32(low, high, 0xf0);
 }
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
   const Ints lanes = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
