@@ -8,6 +8,7 @@ and modules from elsewhere mean that the modules themselves run; so does an op t
 counts both under "step", as "recorded" and "eager".
 """
 
+import contextlib
 import operator
 import threading
 import weakref
@@ -33,6 +34,7 @@ MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops
 MAX_STEPS = 8  # recorded steps of one model that are kept
 
 enabled = True  # False: the modules themselves run, always
+_profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +49,17 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
     if model not in _models:
         _models[model] = _RecordedSteps()
     return _models[model].run(model, pool, sessions, ids)
+
+
+@contextlib.contextmanager
+def profiled():
+    """Context: each recorded step also appends its ops' names and seconds, in order, to the list that this yields."""
+    global _profiles
+    before, _profiles = _profiles, []
+    try:
+        yield _profiles
+    finally:
+        _profiles = before
 
 
 def why_not(model: "CausalLM") -> str:
@@ -176,7 +189,10 @@ class _RecordedStep:
     def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
         self.write(sessions, ids)
         registry.count_call("step", "recorded")
-        self.program.run()
+        if _profiles is None:
+            self.program.run()
+        else:
+            _profiles.append(self.program.profile())
         return _copy(self.logits[: len(ids)])
 
 
