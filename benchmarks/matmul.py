@@ -11,16 +11,15 @@ Medians of the rounds; in each round every line of a type has its turn, so that 
 import argparse
 import itertools
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import torch
-from ceilings import compile_loops, huge_pages, measure
+from ceilings import measure
 from random_llama import TYPES
 from torch import Tensor
 
 from dasllama_torch.gguf.random_source import RandomSource
+from dasllama_torch.memory import huge_pages
 from dasllama_torch.ops import ggml_types, registry
 from dasllama_torch.ops.quant_linear import quant_linear
 
@@ -56,8 +55,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     ids = {row.name: row.id for row in ggml_types.GGML_TYPES.values()}
     inputs = [torch.randn(int(m), K) for m in options.rows.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        rates = measure(options.rounds, options.threads, compile_loops(Path(folder)))
+    rates = measure(options.rounds, options.threads)
     ceilings = {name: statistics.median(samples) for name, samples in rates.items()}
 
     print(f"[{N}, {K}], {options.threads} threads, {options.rounds} rounds")

@@ -59,7 +59,7 @@ class Run:
 
     def note_engines(self, *workers: Worker) -> None:
         for worker in workers:
-            about = {key: worker.about[key] for key in ("versions", "kernels")}
+            about = {key: worker.about[key] for key in ("versions", "kernels", "build")}
             if self.engines.setdefault(worker.engine, about) != about:
                 raise BenchmarkError(f"{worker.engine} was {self.engines[worker.engine]}, and is {about} now")
 
@@ -95,7 +95,7 @@ class Run:
         )
         for engine, about in self.engines.items():
             versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-            parts.append(f"{engine}: {versions}; kernels: {about['kernels']}.")
+            parts.append(f"{engine}: {versions}; kernels: {about['kernels']}; build {about['build']}.")
         if self.rows:
             parts += self._speed()
         if self.footprints:

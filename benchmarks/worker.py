@@ -8,13 +8,25 @@ engine is imported. The two engines share everything that is timed but the evalu
 """
 
 import abc
+import hashlib
 import json
 import os
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
+
+
+def build(*modules) -> str:
+    """Tells one state of the code from another: a hash of what lies in and below the modules' folders, .py and .so."""
+    digest = hashlib.sha256()
+    for module in modules:
+        for path in sorted(Path(module.__file__).parent.rglob("*")):
+            if path.suffix in (".py", ".so"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class Streams(abc.ABC):
@@ -72,8 +84,12 @@ class DasllamaTorch:
         self._streams: dict[int, SessionStreams] = {}
 
     def about(self) -> dict:
+        import dasllama_torch
+        from dasllama_torch import ops
+
         names = ("dasllama-torch", "torch", "numpy")
-        return {"versions": {name: version(name) for name in names}, "kernels": self.isa}
+        versions = {name: version(name) for name in names}
+        return {"versions": versions, "kernels": self.isa, "build": build(dasllama_torch, ops)}
 
     def load(self, path: str, n_ctx: int) -> None:
         self.model, self.n_ctx = self.load_model(path), n_ctx
@@ -150,8 +166,9 @@ class LlamaCpp:
 
     def about(self) -> dict:
         names = ("llama-cpp-python", "numpy")
+        versions = {name: version(name) for name in names}
         kernels = self.lib.llama_print_system_info().decode().strip(" |")
-        return {"versions": {name: version(name) for name in names}, "kernels": kernels}
+        return {"versions": versions, "kernels": kernels, "build": build(self.lib)}
 
     def load(self, path: str, n_ctx: int, repack: bool = True) -> None:
         """repack: let the engine keep copies of weights in other layouts (AMX tiles, interleaved rows), as it does by
@@ -301,7 +318,7 @@ def serve(make_engine, requests, replies) -> None:
 
     try:
         engine = make_engine()
-        reply(engine.about() | {"memory": memory()})
+        reply({"memory": memory()} | engine.about())  # before the code's bytes are read for their hash
     except Exception as error:
         reply({"error": f"{type(error).__name__}: {error}"})
         return

@@ -1,7 +1,7 @@
-"""The command line, `dasllama-torch`: run, pull, list, inspect, tokenize.
+"""The command line, `dasllama-torch`: run, bench, pull, list, inspect, tokenize.
 
 Results go to standard output and everything else to standard error. Wrong input ends with one line `error: ...` and
-exit code 2. Anything heavy is imported by the command that needs it: only `run` imports torch.
+exit code 2. Anything heavy is imported by the command that needs it: only `run` and `bench` import torch.
 """
 
 import contextlib
@@ -56,6 +56,9 @@ class KVType(str, Enum):
 ModelArgument = Annotated[
     str, typer.Argument(help="A GGUF file, a name of the catalogue (see `list`), or owner/repo:file.gguf of the hub.")
 ]
+ModeOption = Annotated[Mode, typer.Option(help="Multiply as the file's types, in f32, or requantized.")]
+KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one for each physical core.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -156,19 +159,17 @@ def run(
     min_p: Annotated[float, typer.Option(help="Leave out tokens below this fraction of the likeliest.")] = 0.0,
     repeat_penalty: Annotated[float, typer.Option(help="Divide the logits of recent tokens by it; 1: none.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of the random draws.")] = None,
-    mode: Annotated[Mode, typer.Option(help="Multiply as the file's types, in f32, or requantized.")] = Mode.native,
-    kv: Annotated[KVType, typer.Option(help="Type of the KV cache.")] = KVType.f16,
+    mode: ModeOption = Mode.native,
+    kv: KVOption = KVType.f16,
     ctx: Annotated[int | None, typer.Option(min=1, help="Context in tokens; else the model's, 4096 at most.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Continue a text. The continuation is streamed to standard output, the speeds go to standard error."""
     text = _text(prompt)
     with _status("starting torch"):
-        import torch
-
         import dasllama_torch as dl
-    if threads is not None:
-        torch.set_num_threads(threads)
+
+        _set_threads(threads)
     try:
         params = dl.SamplingParams(
             temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed
@@ -185,6 +186,18 @@ def run(
         code = _stream(session.generate(ids, params, max_tokens), f"reading {len(ids)} tokens")
         _report_speed(session.stats, "interrupt" if code == INTERRUPTED else session.stats.stop)
     raise typer.Exit(code)
+
+
+def _set_threads(threads: int | None) -> None:
+    """The number that was asked for; else torch's own choice, or fewer where the process is given fewer cores."""
+    import torch
+
+    from dasllama_torch.threads import usable_cores
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif not os.environ.keys() & {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
 
 def _stream(pieces: Iterator[tuple[int | None, str]], wait: str) -> int:
@@ -205,6 +218,58 @@ def _report_speed(stats: "Stats", end: str) -> None:
     prefill = f"prompt: {stats.n_prompt} tokens, {stats.prefill_tps:.1f} tok/s"
     decode = f"generated: {stats.n_generated} tokens, {stats.decode_tps:.1f} tok/s, ended by {end}"
     print(f"{prefill}; {decode}", file=sys.stderr)
+
+
+@app.command()
+def bench(
+    model: ModelArgument,
+    prompt: Annotated[int, typer.Option("--prompt", "-p", min=1, help="Tokens of the prompt.")] = 512,
+    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens to generate.")] = 64,
+    depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens in the context before those.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sessions that generate together.")] = 1,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Times that each is measured.")] = 5,
+    mode: ModeOption = Mode.native,
+    kv: KVOption = KVType.f16,
+    threads: ThreadsOption = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Say what each op takes, and what it could take.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file too.")] = None,
+) -> None:
+    """Measure tokens per second: of a prompt (pp) and of generation (tg)."""
+    with _status("starting torch"):
+        import torch
+
+        from dasllama_torch import bench as measure
+        from dasllama_torch.api import load_model
+
+        _set_threads(threads)
+    path = _resolve(model)
+    with _status(f"loading {path.name}"):
+        loaded = load_model(path, mode=mode.value, progress=False)
+    used = torch.get_num_threads()
+    facts: dict[str, Any] = {"model": str(path), "mode": mode.value, "kv": kv.value, "threads": used, "speeds": []}
+    print(f"{_printable(path.name)}, mode {mode.value}, KV cache {kv.value}, {used} threads")
+    print(f"{'test':24} {'tok/s':>9} {'spread':>7}")
+    tests = [
+        (f"reading {prompt} tokens", lambda: measure.measure_prefill(loaded, prompt, repetitions, kv.value)),
+        (
+            f"generating {generate} tokens",
+            lambda: measure.measure_decode(loaded, generate, repetitions, kv.value, depth, batch),
+        ),
+    ]
+    for what, test in tests:
+        with _status(what):
+            speed = test()
+        print(f"{speed.test:24} {speed.median:9.1f} {speed.spread:7.0%}", flush=True)
+        facts["speeds"].append(dataclasses.asdict(speed) | {"median": speed.median})
+    if profile:
+        with _status("measuring the ceilings"):
+            ceilings = measure.Ceilings.measure()
+        facts["ceilings"] = dataclasses.asdict(ceilings)
+        for title, rows in measure.profile(loaded, prompt, generate, depth, kv.value).items():
+            print(f"\n{title}\n{measure.profile_table(rows, ceilings)}")
+            facts.setdefault("profiles", {})[title] = [dataclasses.asdict(row) for row in rows]
+    if json_file is not None:
+        json_file.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
 
 
 def _resolve(model: str) -> Path:

@@ -1,6 +1,7 @@
 """How the next token is drawn: SamplingParams and pure functions on logits f32 [V].
 
-Order of work: penalties, temperature, top-k, softmax, top-p, min-p, one draw from what is left, renormalized.
+Order of work: penalties, temperature, top-k, softmax, top-p, min-p, one draw from what is left, renormalized
+(ops/sample_token.py). Among equal logits the lower id comes first.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dasllama_torch.errors import DasllamaError
+from dasllama_torch.ops import sample_token as op
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,56 +61,53 @@ class SamplingParams:
 
 def penalize(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
     """Logits f32 [V] after the penalties for the last tokens of `history`; the input is left as it is."""
-    n = params.penalty_last_n
-    seen = history if n < 0 else history[max(0, len(history) - n) :]
-    if not params.has_penalties or not seen:
-        return logits
-    ids, counts = torch.tensor(seen, device=logits.device).unique(return_counts=True)
-    values = logits[ids]
-    values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    values = values - params.presence_penalty - params.frequency_penalty * counts
-    return logits.index_put((ids,), values)
+    seen = _seen(history, params).to(logits.device)
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return op.penalized(logits, seen, *penalties) if len(seen) else logits
 
 
 def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Token ids and their renormalized probabilities, most likely first, after temperature, top-k, top-p and min-p."""
-    scaled = logits.float() / params.temp
-    n = len(scaled)
-    if params.top_k and params.top_k < n:
-        values, ids = scaled.topk(params.top_k)
-        probs = values.softmax(0)
-    else:
-        probs, ids = _head_of(scaled.softmax(0), params)
-    kept = len(probs)
-    if params.top_p < 1.0:
-        # A candidate stays if those before it do not reach top_p yet; the first always stays.
-        before = probs.cumsum(0) - probs
-        kept = max(1, int((before < params.top_p).sum()))
-    if params.min_p > 0.0:
-        kept = min(kept, max(1, int((probs >= params.min_p * probs[0]).sum())))
-    probs, ids = probs[:kept], ids[:kept]
-    return ids, probs / probs.sum()
+    """Token ids int64 [n] and their renormalized probabilities f64 [n], most likely first, after temperature, top-k,
+    top-p and min-p, of logits f32 [V]: what `sample` draws from. For looking at: it sorts all of them."""
+    _check(logits)
+    return op.candidates(logits.cpu(), params.temp, params.top_k, params.top_p, params.min_p)
 
 
-def _head_of(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order and their ids, as many as top-p or min-p can keep: seldom a sort of all V."""
-    n, k = len(probs), 256
-    while k < n and (params.top_p < 1.0 or params.min_p > 0.0):
-        head, ids = probs.topk(k)
-        enough_mass = params.top_p < 1.0 and head.sum() >= params.top_p
-        if enough_mass or head[-1] < params.min_p * head[0]:
-            return head, ids
-        k *= 8
-    return probs.sort(descending=True)
-
-
+@torch.inference_mode()
 def sample(logits: Tensor, history: Sequence[int], params: SamplingParams, generator: torch.Generator) -> int:
-    """The next token's id. logits f32 [V]; history: the session's tokens; one uniform number is drawn unless greedy."""
-    logits = penalize(logits, history, params)
-    if params.temp <= 0:
-        # One thread of NumPy is faster than all of torch's, which have to wake.
-        return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
-    ids, probs = candidates(logits, params)
-    draw = torch.rand((), generator=generator, dtype=torch.float64)
-    index = int(torch.searchsorted(probs.double().cumsum(0).cpu(), draw, right=True))
-    return int(ids[min(index, len(ids) - 1)])
+    """The next token's id. logits f32 [V]; history: the session's tokens; one uniform number is drawn unless greedy.
+
+    Raises DasllamaError for logits that are no distribution: one is NaN or +infinity, or all are -infinity.
+    """
+    seen = _seen(history, params).to(logits.device)
+    greedy = params.temp <= 0
+    draw = 0.0 if greedy else torch.rand((), generator=generator, dtype=torch.float64).item()
+    token = op.sample_token(
+        logits,
+        seen,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        max(params.temp, 0.0),
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        draw,
+    ).item()
+    if token < 0:
+        _check(penalize(logits, history, params))
+    return token
+
+
+def _seen(history: Sequence[int], params: SamplingParams) -> Tensor:
+    """The ids int64 [n] that are penalized, with repetitions."""
+    n = params.penalty_last_n if params.has_penalties else 0
+    seen = history if n < 0 else history[max(0, len(history) - n) :]
+    return torch.tensor(seen, dtype=torch.int64)
+
+
+def _check(logits: Tensor) -> None:
+    bad = (~(logits < torch.inf)).nonzero().flatten()
+    if len(bad) or (logits == -torch.inf).all():
+        found = f"{logits[bad[0]].item()} for token {bad[0].item()}" if len(bad) else "-inf for every token"
+        raise DasllamaError(f"sampling: the logits hold {found}, wanted numbers below infinity, one of them finite")

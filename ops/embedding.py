@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.ops.dequantize import dequantize, matrix_shape
-from dasllama_torch.ops.registry import define
+from dasllama_torch.ops.ggml_types import GGML_TYPES
+from dasllama_torch.ops.registry import Cost, define
 
 
 def _check(ids: Tensor, qweight: Tensor, qtype: int) -> tuple[int, int]:
@@ -22,7 +23,12 @@ def _fake(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
     return ids.new_empty((*ids.shape, _check(ids, qweight, qtype)[1]), dtype=torch.float32)
 
 
-@define(fake=_fake)
+def _cost(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Cost:
+    V, C = _check(ids, qweight, qtype)
+    return Cost(ids.numel() * (qweight.nbytes // V + 4 * C), 0, f"{ids.numel()} x {C} {GGML_TYPES[qtype].name}")
+
+
+@define(fake=_fake, cost=_cost)
 def embedding(ids: Tensor, qweight: Tensor, qtype: int, scale: float) -> Tensor:
     """ids int64 or int32 [...], qweight u8 [V, row_bytes] of type qtype -> f32 [..., C]: dequantized rows times scale.
 

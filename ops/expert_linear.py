@@ -7,10 +7,11 @@ rows an expert has in a call: kernels may group rows by expert or take them one 
 import torch
 from torch import Tensor
 
+from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.dequantize import row_length
 from dasllama_torch.ops.lattices import FLOATS
 from dasllama_torch.ops.quant_linear import quant_linear, quant_linear_backward
-from dasllama_torch.ops.registry import define, register_backward
+from dasllama_torch.ops.registry import Cost, define, register_backward
 
 
 def _stack_shape(op: str, qweight: Tensor, qtype: int) -> tuple[int, int, int]:
@@ -67,7 +68,15 @@ def _fake(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Tensor | No
     return x.new_empty((*ids.shape, _check_all(x, qweight, qtype, ids, bias)))
 
 
-@define(fake=_fake)
+def _cost(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Tensor | None, native: bool) -> Cost:
+    E, N, K = _stack_shape("expert_linear", qweight, qtype)
+    rows, used, row = ids.numel(), ids.unique().numel(), ggml_types.GGML_TYPES[qtype]
+    nbytes = used * (qweight.nbytes // E) + x.nbytes + rows * N * x.element_size()
+    work = f"{rows} x {K} -> {N} {row.name}, {used} of {E} experts"
+    return Cost(nbytes, 2 * rows * N * K, work, native and not row.is_float)
+
+
+@define(fake=_fake, cost=_cost)
 def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Tensor | None, native: bool) -> Tensor:
     """x times the matrix qweight[id], for k ids per token: floating [..., K] or [..., k, K] -> [..., k, N] in x.dtype.
 

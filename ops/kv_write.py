@@ -3,12 +3,18 @@
 import torch
 from torch import Tensor
 
-from dasllama_torch.ops.registry import define, refuse_gradient
+from dasllama_torch.ops.registry import Cost, define, refuse_gradient
+
+
+def _cost(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cost:
+    written = k.numel() * k_cache.element_size() + v.numel() * v_cache.element_size()
+    return Cost(k.nbytes + v.nbytes + written, 0, " x ".join(map(str, k.shape)))
 
 
 @define(
     fake=lambda k, v, k_cache, v_cache, slots: None,
     mutates=("k_cache", "v_cache"),
+    cost=_cost,
     touches=lambda args: args["slots"].div(args["k_cache"].shape[2], rounding_mode="floor"),
 )
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

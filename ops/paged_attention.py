@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dasllama_torch.ops.registry import define, refuse_gradient
+from dasllama_torch.ops.registry import Cost, define, refuse_gradient
 
 
 def attend_row(
@@ -26,7 +26,22 @@ def _fake(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, wi
     return q.new_empty((*q.shape[:-1], v_cache.shape[3]))
 
 
-@define(fake=_fake)
+def _cost(
+    q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks
+) -> Cost:  # fmt: skip
+    H, D = q.shape[-2:]
+    G, Dv = v_cache.shape[1], v_cache.shape[3]
+    live = row_seq >= 0
+    seq, end = row_seq[live], row_end[live]
+    begin = (row_pos[live] + 1 - window).clamp(min=0) if window else torch.zeros_like(end)
+    pairs = int((end - begin).sum())
+    spans = [int(end[seq == s].max() - begin[seq == s].min()) for s in seq.unique()]  # each key is read once
+    kv_bytes = sum(spans) * G * (D * k_cache.element_size() + Dv * v_cache.element_size())
+    nbytes = kv_bytes + q.nbytes + q.numel() // D * Dv * q.element_size()
+    return Cost(nbytes, 2 * pairs * H * (D + Dv), f"{len(seq)} rows of {H} x {D}, {max(spans, default=0)} keys")
+
+
+@define(fake=_fake, cost=_cost)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

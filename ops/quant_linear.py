@@ -27,7 +27,7 @@ from torch import Tensor
 from dasllama_torch.ops import blocks, ggml_types
 from dasllama_torch.ops.dequantize import dequantize, matrix_shape
 from dasllama_torch.ops.lattices import FLOATS, quantize_activation, unpack_activation
-from dasllama_torch.ops.registry import define, native_library, register_backward
+from dasllama_torch.ops.registry import Cost, define, native_library, register_backward
 
 
 def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
@@ -57,7 +57,14 @@ def _fake(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, native: b
     return x.new_empty((*x.shape[:-1], _check_all(x, qweight, qtype, bias)))
 
 
-@define(fake=_fake)
+def _cost(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, native: bool) -> Cost:
+    N, K = matrix_shape("quant_linear", qweight, qtype)
+    M, row = x.numel() // K, ggml_types.GGML_TYPES[qtype]
+    nbytes = qweight.nbytes + x.nbytes + M * N * x.element_size()
+    return Cost(nbytes, 2 * M * N * K, f"{M} x {K} -> {N} {row.name}", native and not row.is_float)
+
+
+@define(fake=_fake, cost=_cost)
 def quant_linear(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, native: bool) -> Tensor:
     """x floating [..., K], qweight u8 [N, row_bytes] of type qtype, bias f32 [N] -> [..., N] in x.dtype, f32 inside.
 

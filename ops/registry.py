@@ -10,6 +10,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,12 +23,30 @@ _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
 
 
-def define(*, fake: Callable, mutates: tuple[str, ...] = (), touches: Callable | None = None):
+class Cost(NamedTuple):
+    """What one call of an op has to do at least. nbytes: of memory read and written. operations: of its products, a
+    multiplication and an addition each. work: sizes and type, for people. integer: whether its products are of bytes.
+    """
+
+    nbytes: int
+    operations: int
+    work: str
+    integer: bool = False
+
+
+def define(
+    *,
+    fake: Callable,
+    mutates: tuple[str, ...] = (),
+    touches: Callable | None = None,
+    cost: Callable[..., Cost] | None = None,
+):
     """Decorator: the function's signature becomes the schema, its body the reference, and the result is the op.
 
     fake: same arguments, returns empty outputs of the right shape, dtype and device (for meta tensors and tracing).
     mutates: names of the arguments that the op writes. touches: arguments by name -> indices of dim 0 outside of which
-    it leaves them alone; a cache may be address space for more than the machine's memory.
+    it leaves them alone; a cache may be address space for more than the machine's memory. cost: same arguments -> Cost;
+    by default every argument is read, every result written, and what is touched both (`cost_of`).
     The returned `OpOverload` has `.reference`, which other references call so that a reference never meets a kernel.
     """
 
@@ -47,7 +66,7 @@ def define(*, fake: Callable, mutates: tuple[str, ...] = (), touches: Callable |
         torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.dasllama, name).default
         op.reference = reference
-        op.touches = touches
+        op.touches, op.cost = touches, cost
         op.__doc__ = reference.__doc__
         _REFERENCES[op] = reference
         return op
@@ -77,6 +96,20 @@ def refuse_gradient(op, instead: str) -> None:
             return op(*args, **kwargs)
 
     _LIBRARY.impl(op._schema.name.removeprefix("dasllama::"), checked, "Autograd")
+
+
+def cost_of(op, args: tuple, kwargs: dict, result) -> Cost:
+    """What a call of an op of this package had to do; args, kwargs: as it was called; result: what it returned."""
+    bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    if op.cost is not None:
+        return op.cost(**bound)
+    nbytes = sum(tensor.nbytes for tensor, _ in _tensors(result, result))
+    tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+    for argument in op._schema.arguments:
+        if argument.name in tensors:
+            value = tensors[argument.name]
+            nbytes += 2 * _touched(op, value, bound).nbytes if argument.is_write else value.nbytes
+    return Cost(nbytes, 0, " x ".join(map(str, next(iter(tensors.values())).shape)) if tensors else "")
 
 
 # ---- the CPU library ------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def report():
 # used `spin` seconds of CPU, as thread pools do. It chooses the same tokens always, or with `fickle` never.
 STAND_IN = """
 import json, os, sys, time
-print(json.dumps({"versions": {"stand-in": "1"}, "kernels": "avx2", "memory": {"peak": 100}}), flush=True)
+about = {"versions": {"stand-in": "1"}, "kernels": "avx2", "build": "f00"}
+print(json.dumps(about | {"memory": {"peak": 100}}), flush=True)
 work = dict(weights=10, weight_bytes=5, head_weights=2, head_bytes=1, attention=[[4, 0]])
 asked = 0
 for line in sys.stdin:
@@ -518,13 +519,31 @@ def test_another_engine_is_not_put_into_the_same_table(bench, turns):
     class Engine:
         engine = "e"
 
-        def __init__(self, kernels: str):
-            self.about = {"versions": {"e": "1"}, "kernels": kernels, "memory": {}}
+        def __init__(self, kernels: str, build: str = "f00"):
+            self.about = {"versions": {"e": "1"}, "kernels": kernels, "build": build, "memory": {}}
 
     run = bench.Run(None, {}, {})
     run.note_engines(Engine("avx2"), Engine("avx2"))
     with pytest.raises(turns.BenchmarkError, match="and is .*'kernels': 'avx512vnni'.* now"):
         run.note_engines(Engine("avx512vnni"))
+    with pytest.raises(turns.BenchmarkError, match="'build': 'f00'}, and is .*'build': 'ba2'} now"):
+        run.note_engines(Engine("avx2", "ba2"))
+
+
+def test_a_build_is_known_by_its_code(tmp_path):
+    import types
+
+    import worker
+
+    module = types.SimpleNamespace(__file__=str(tmp_path / "__init__.py"))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "lib" / "kernels.so").write_bytes(b"1")
+    before = worker.build(module)
+    (tmp_path / "notes.txt").write_text("no code")
+    assert worker.build(module) == before
+    (tmp_path / "lib" / "kernels.so").write_bytes(b"2")
+    assert worker.build(module) != before
 
 
 def test_wrong_arguments_are_refused(bench, capsys, tmp_path):

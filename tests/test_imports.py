@@ -19,6 +19,7 @@ ROWS = [
     {"engine"},
     {"inspect"},
     {"api"},
+    {"bench"},
     {"cli", "server"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
@@ -26,12 +27,13 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 LEAVES = {
     "errors": set(),
     "memory": {"errors"},
+    "threads": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},
     "chat": {"errors", "text"},
-    "sampling": {"errors"},
+    "sampling": {"errors", "ops"},
     "hub": {"errors"},
 }
 BACKENDS = {"triton_kernels", "vulkan_ext", "metal_ext"}

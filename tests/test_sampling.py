@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from dasllama_torch.errors import DasllamaError, KernelError
+from dasllama_torch.ops import registry
+from dasllama_torch.ops.sample_token import sample_token
 from dasllama_torch.sampling import SamplingParams, candidates, penalize, sample
 
 V = 1000
+INF, NAN = float("inf"), float("nan")
 
 
 def logits(seed=0, n=V):
@@ -44,19 +48,173 @@ def test_candidates(params):
     p = SamplingParams(**params)
     ids, probs = candidates(logits(), p)
     wanted_ids, wanted = wanted_distribution(logits(), p)
-    assert len(ids) == len(wanted_ids)
-    possible = wanted > 1e-30  # below, f32 has zeros, whose order means nothing
-    assert ids[possible].tolist() == wanted_ids[possible].tolist()
-    torch.testing.assert_close(probs.double(), wanted, rtol=1e-5, atol=1e-9)
+    assert ids.tolist() == wanted_ids.tolist()
+    torch.testing.assert_close(probs, wanted, rtol=1e-12, atol=0)
 
 
-def test_a_wide_nucleus_is_found_without_a_full_sort():
-    flat = torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 0.1
-    p = SamplingParams(temp=1.0, top_p=0.3)
-    ids, probs = candidates(flat, p)
-    wanted_ids, wanted = wanted_distribution(flat, p)
-    assert abs(len(ids) - len(wanted_ids)) <= 1  # the mass at the edge is a sum of 15,000 f32
-    torch.testing.assert_close(probs[:1000].double(), wanted[:1000], rtol=1e-3, atol=0)
+def token(x, draw, seen=(), op=sample_token, **params):
+    p = SamplingParams(**params)
+    seen = torch.tensor(seen, dtype=torch.int64)
+    penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+    return int(op(x, seen, *penalties, p.temp, p.top_k, p.top_p, p.min_p, draw))
+
+
+EDGE = 1e-5  # in probability: how far f32 sums may put the place where one token ends and the next begins
+
+
+def assert_draws_from(x, ids, probs, **params):
+    """That the kernel's tokens share [0, 1) as these do in the order of ids, and that there are no others."""
+    ids, order = ids.sort()
+    ends = probs[order].cumsum(0)
+    for i, begin, end in zip(ids.tolist(), (ends - probs[order]).tolist(), ends.tolist(), strict=True):
+        if end - begin > 4 * EDGE:
+            assert token(x, begin + EDGE, **params) == i
+            assert token(x, end - EDGE, **params) == i
+    draws = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).tolist()
+    assert {token(x, draw, **params) for draw in (0.0, *draws, 1 - 2**-53)} <= set(ids.tolist())
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("n", [1, 2, 17, V, 2 * 1024 + 5])
+def test_the_kernel_draws_from_the_candidates(isa, params, n):
+    x = logits(n, n)
+    assert_draws_from(x, *candidates(x, SamplingParams(**params)), **params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [dict(top_k=40), dict(top_k=5000), dict(top_p=0.95), dict(top_p=0.3), dict(min_p=0.3), dict(top_k=900, top_p=0.5)],
+)
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+def test_cuts_of_large_vocabularies(isa, params, spread):
+    """Each draw falls where it should: nobody is missing before it, and nobody is there who should not be."""
+    x = torch.randn(50_001, generator=torch.Generator().manual_seed(1)) * spread
+    x[777] = x.max() + spread
+    params = dict(temp=1.0) | params
+    ids, probs = candidates(x, SamplingParams(**params))
+    ids, order = ids.sort()
+    ends = probs[order].cumsum(0)
+    draws = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    drawn = torch.tensor([token(x, draw, **params) for draw in draws.tolist()])
+    at = torch.searchsorted(ids, drawn)
+    assert torch.equal(ids[at], drawn)
+    assert (ends[at] >= draws - EDGE).all()
+    assert (ends[at] - probs[order][at] <= draws + EDGE).all()
+
+
+def test_the_lowest_ids_of_equals_stay(isa):
+    x = torch.zeros(3000)
+    x[[5, 1700, 2900]] = 1.0
+    grid = [i / 4096 for i in range(4096)]
+    assert {token(x, draw, temp=1.0, top_k=7) for draw in grid} == {5, 1700, 2900, 0, 1, 2, 3}
+    assert {token(x, draw, temp=1.0, top_k=2) for draw in grid} == {5, 1700}
+    # Ten of 3,000 equal tokens, more of which are just short of a hundredth.
+    flat = torch.full((3000,), 2.5)
+    assert {token(flat, draw, temp=1.0, top_p=0.0099 / 3) for draw in grid} == set(range(10))
+    coarse = (torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 4).round() / 4
+    for params in (dict(top_k=3000), dict(top_k=15_000), dict(top_k=40), dict(top_p=0.01)):
+        kept = set(candidates(coarse, SamplingParams(temp=1.0, **params))[0].tolist())
+        assert {token(coarse, draw, temp=1.0, **params) for draw in grid} <= kept
+
+
+def test_minus_infinity_is_never_drawn(isa):
+    x = torch.full((2000,), -INF)
+    x[[3, 1500]] = torch.tensor([0.0, 1.0])
+    for params in (dict(), dict(top_k=40), dict(top_p=0.99), dict(min_p=0.1)):
+        drawn = {token(x, i / 64, temp=1.0, **params) for i in range(64)}
+        assert drawn == {3, 1500}
+    assert token(x, 0.0) == 1500
+
+
+@pytest.mark.parametrize("params", [dict(), dict(temp=1.0), dict(temp=1.0, top_k=3), dict(temp=1.0, top_p=0.5)])
+@pytest.mark.parametrize(("bad", "named"), [(NAN, "nan for token 70"), (INF, "inf for token 70")])
+def test_logits_that_are_no_distribution_are_refused(isa, params, bad, named):
+    x = logits(0, 100)
+    x[70] = bad
+    with pytest.raises(DasllamaError, match=named):
+        sample(x, [], SamplingParams(**params), torch.Generator())
+    with pytest.raises(DasllamaError, match="-inf for every token"):
+        sample(torch.full((100,), -INF), [], SamplingParams(**params), torch.Generator())
+    for op in (sample_token, sample_token.reference):
+        assert token(x, 0.5, op=op, **params) == -1
+
+
+def test_extreme_values(isa):
+    x = torch.tensor([-3e38, 3e38, 0.0])
+    for temp in (1e-300, 1e-40, 1.0, 1e30, 1e300):
+        assert token(x, 0.0, temp=temp, top_p=0.9) in (0, 1, 2)
+    assert {token(x, i / 8, temp=1e-300) for i in range(8)} == {1}
+    x = torch.tensor([-100.0, -INF, 100.0, 0.0])
+    assert {token(x, i / 8, temp=1e300) for i in range(8)} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("params", [dict(), *PARAMS])
+def test_every_instruction_set_and_number_of_threads_draws_the_same(params, threads):
+    x = logits(7, 30_011)
+    grid = [i / 50 for i in range(50)]
+    wanted = [token(x, draw, **params) for draw in grid]
+    try:
+        for name in registry.isas():
+            registry.set_isa(name)
+            for n in (1, 3):
+                threads(n)
+                assert [token(x, draw, **params) for draw in grid] == wanted
+    finally:
+        registry.set_isa(None)
+
+
+@pytest.mark.parametrize("params", [dict(), dict(temp=0.9, top_k=40), dict(temp=1.0, top_p=0.9, min_p=0.01)])
+def test_penalties_of_the_kernel_are_those_of_penalize(isa, params):
+    x = logits(4)
+    penalties = dict(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3)
+    seen = [int(x.argmax())] * 3 + x.topk(30).indices.tolist() + [5, 5]
+    before = x.clone()
+    penalized = penalize(x, seen, SamplingParams(**penalties))
+    for draw in (0.0, 0.1, 0.35, 0.7, 0.99):
+        assert token(x, draw, seen, **params, **penalties) == token(penalized, draw, **params)
+    assert torch.equal(x, before)
+
+
+def test_the_reference_draws_as_the_kernel_does():
+    x, seen = logits(5, 3000), [1, 2, 2]
+    for params in [dict(), *PARAMS]:
+        for draw in (0.001, 0.123, 0.5, 0.987):
+            assert token(x, draw, seen, op=sample_token.reference, frequency_penalty=0.5, **params) == token(
+                x, draw, seen, frequency_penalty=0.5, **params
+            )
+
+
+def test_the_op(isa):
+    x, seen = logits(0, 40), torch.tensor([1, 1, 2])
+    arguments = 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, 0.4
+    torch.library.opcheck(sample_token, (x, seen, *arguments))
+    strided = torch.stack([x, -x], 1)[:, 0]
+    assert sample_token(strided, seen, *arguments) == sample_token(x, seen, *arguments)
+    registry.reset_report()
+    sample_token(x, seen, *arguments)
+    assert registry.report() == {"sample_token": {f"cpu/{isa}": 1}}
+    with pytest.raises(KernelError, match="logits requires grad"):
+        sample_token(x.clone().requires_grad_(), seen, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(logits=torch.zeros(0)), "logits must be"), (dict(logits=torch.zeros(2, 8)), "logits must be"),
+        (dict(logits=torch.zeros(8).double()), "logits must be"), (dict(seen=torch.tensor([8])), "id 8 of seen"),
+        (dict(seen=torch.tensor([-1])), "id -1 of seen"), (dict(seen=torch.zeros(1)), "seen must be"),
+        (dict(temp=-1.0), "temp >= 0"), (dict(temp=NAN), "temp >= 0"), (dict(top_k=-1), "top_k >= 0"),
+        (dict(top_p=0.0), "top_p in"), (dict(min_p=1.5), "min_p in"), (dict(draw=1.0), "draw in"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_the_op_are_refused_by_name(change, named):
+    arguments = dict(
+        logits=torch.zeros(8), seen=torch.tensor([1]), repetition_penalty=1.0, presence_penalty=0.0,
+        frequency_penalty=0.0, temp=1.0, top_k=0, top_p=1.0, min_p=0.0, draw=0.5,
+    )  # fmt: skip
+    for op in (sample_token, sample_token.reference):
+        with pytest.raises(RuntimeError, match=named):
+            op(**(arguments | change))
 
 
 def test_draws_follow_the_distribution():

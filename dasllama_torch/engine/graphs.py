@@ -35,6 +35,7 @@ MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops
 MAX_STEPS = 8  # recorded steps of one model that are kept
 
 enabled = True  # False: the modules themselves run, always
+_profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
@@ -60,6 +61,17 @@ def sharing(model: "CausalLM"):
         if not steps.clear and not (steps.obstacle and steps.obstacle.lasting):
             steps.look_at(model)
         return shared_activations() if steps.clear else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def profiled():
+    """Context: each recorded step also appends its ops' names and seconds, in order, to the list that this yields."""
+    global _profiles
+    before, _profiles = _profiles, []
+    try:
+        yield _profiles
+    finally:
+        _profiles = before
 
 
 def why_not(model: "CausalLM") -> str:
@@ -198,7 +210,10 @@ class _RecordedStep:
     def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
         self.write(sessions, ids)
         registry.count_call("step", "recorded")
-        self.program.run()
+        if _profiles is None:
+            self.program.run()
+        else:
+            _profiles.append(self.program.profile())
         return _copy(self.logits[: len(ids)])
 
 

@@ -74,7 +74,7 @@ class StringArray(Sequence):
         raw = self._data.tobytes()
         start = 8
         for end in self._ends.tolist():
-            yield decode(raw[start:end])
+            yield raw[start:end].decode("utf-8", "surrogateescape")  # `decode`, without a call for each of 262,144
             start = end + 8
 
     def __repr__(self) -> str:

@@ -63,7 +63,8 @@ class Linear(Packed):
         has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
         if not is_identity(row_order):
-            self.qweight = self.qweight[row_order]
+            # Whole rows, by one thread: torch's would wake all of them for each small matrix, and wait for the last.
+            self.qweight = torch.from_numpy(self.qweight.numpy()[row_order.numpy()])
             if has_bias:
                 self.bias.data = self.bias.data[row_order]
         # Entry c: the input that the file's column c multiplies.

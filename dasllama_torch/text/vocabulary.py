@@ -66,7 +66,8 @@ def read_vocabulary(md: Mapping[str, Any]) -> Vocabulary:
     }
     fills = [_id(md, f"fim_{part}_token_id", n) for part in ("pad", "rep", "sep")]
     ends = {tokens[i]: i for i in (ids["eos_id"], ids["eot_id"], ids["eom_id"], *fills) if i is not None}
-    for i, text in enumerate(tokens):
+    named = CONTROL_NAMES | END_NAMES | END_NAMES_IF_CONTROL
+    for i, text in ((i, text) for i, text in enumerate(tokens) if text in named):
         if text in CONTROL_NAMES:
             types[i] = TokenType.CONTROL
         if text in END_NAMES or (text in END_NAMES_IF_CONTROL and types[i] == TokenType.CONTROL):

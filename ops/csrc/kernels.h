@@ -105,6 +105,21 @@ inline int64_t delta_backward_scratch(const DeltaArgs& a, int64_t n) {
   return states * a.Dk * a.Dv + 3 * (a.Dk + a.Dv);
 }
 
+// One draw from logits f32 [V]; see kernels/sample_token.inl.
+struct SampleArgs {
+  const float* logits;
+  int64_t V;
+  double temp;
+  int64_t top_k;
+  double top_p, min_p, draw;
+  float *e, *list, *spare;  // memory for sample_floats(V) each
+  int32_t* ids;             // for V
+  double* blocks;           // for sample_blocks(V)
+};
+constexpr int64_t kSampleBlock = 1024;  // elements of a sum in f32
+constexpr int64_t sample_floats(int64_t V) { return round16(V) + 16; }
+constexpr int64_t sample_blocks(int64_t V) { return (V + kSampleBlock - 1) / kSampleBlock; }
+
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512vnni", "neon"
 
@@ -154,6 +169,14 @@ struct Kernels {
   // y[i] = cap * tanh(x[i] / cap), and x's gradient from y; elements [begin, end).
   void (*softcap)(const float* x, float cap, float* y, int64_t begin, int64_t end);
   void (*softcap_backward)(const float* grad, const float* y, float cap, float* dx, int64_t begin, int64_t end);
+
+  // The token, or -1 for logits that are no distribution.
+  int64_t (*sample_token)(const SampleArgs& a);
+
+  // What a core can do at most; see kernels/ceilings.inl.
+  int64_t (*read_ceiling)(const uint8_t* p, int64_t n);
+  int64_t (*fma_ceiling)(int64_t n);
+  int64_t (*dot_ceiling)(int64_t n);
 
   // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32, whose pages are page_stride elements
   // apart; slot = page * R + row or -1.

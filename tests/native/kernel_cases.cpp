@@ -152,6 +152,25 @@ struct Cases {
     put(dx, "softcap_backward");
   }
 
+  void sampling() {
+    const int64_t V = 5003;
+    Floats logits = floats(V, 16);
+    for (size_t i = 0; i < logits.size(); i += 3) logits[i] = 0.5f;
+    Floats e = blank(sample_floats(V)), list = e, spare = e;
+    std::vector<int32_t> ids(static_cast<size_t>(V));
+    std::vector<double> blocks(static_cast<size_t>(sample_blocks(V)));
+    for (int64_t top_k : {0, 40, 2000})
+      for (double top_p : {1.0, 0.9, 0.3})
+        for (double min_p : {0.0, 0.05}) {
+          Ids tokens;
+          for (double temp : {0.0, 0.7, 3.0})
+            for (double draw = 0; draw < 1; draw += 0x1p-5)
+              tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, e.data(), list.data(),
+                                               spare.data(), ids.data(), blocks.data()}));
+          put(tokens, "sample_token", top_k, top_p, min_p);
+        }
+  }
+
   void experts() {
     const int64_t rows = 3, E = 21, top = 4, C = 37;
     const Floats logits = floats(rows * E), bias = floats(E), grad = floats(rows * top);
@@ -343,6 +362,7 @@ struct Cases {
     rounding();
     ropes();
     elementwise();
+    sampling();
     experts();
     attention(64, 64, 64, true, 0, false);
     attention(40, 24, 16, true, 30, true);

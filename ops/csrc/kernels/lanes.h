@@ -102,6 +102,7 @@ DASLLAMA_INLINE fvec fma(fvec a, fvec b, fvec c) {
 
 DASLLAMA_INLINE fvec select(ivec mask, fvec a, fvec b) { return mask ? a : b; }
 DASLLAMA_INLINE ivec less(fvec a, fvec b) { return a < b; }
+DASLLAMA_INLINE ivec at_most(fvec a, fvec b) { return a <= b; }
 
 DASLLAMA_INLINE fvec load_one(const float* p) { return *reinterpret_cast<const unaligned_fvec*>(p); }
 DASLLAMA_INLINE void store_one(float* p, fvec v) { *reinterpret_cast<unaligned_fvec*>(p) = v; }
@@ -166,6 +167,10 @@ template <class V>
 DASLLAMA_INLINE auto less(Two<V> a, Two<V> b) -> Two<decltype(less(a.lo, b.lo))> {
   return {less(a.lo, b.lo), less(a.hi, b.hi)};
 }
+template <class V>
+DASLLAMA_INLINE auto at_most(Two<V> a, Two<V> b) -> Two<decltype(at_most(a.lo, b.lo))> {
+  return {at_most(a.lo, b.lo), at_most(a.hi, b.hi)};
+}
 
 // V from memory: sizeof(V) / 4 elements of f32, f16 or bf16, which need not be aligned.
 template <class V, class T>
@@ -227,6 +232,56 @@ DASLLAMA_INLINE void store16(T* p, f32x16 v, int64_t n) {
 }
 DASLLAMA_INLINE f32x16 splat16(float f) { return splat<f32x16>(f); }
 DASLLAMA_INLINE f32x16 max(f32x16 a, f32x16 b) { return select(less(a, b), b, a); }
+
+// Bit i is set where lane i of a mask is.
+DASLLAMA_INLINE uint32_t bits_of(ivec mask) {
+#if defined(DASLLAMA_ISA_AVX512)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(DASLLAMA_ISA_AVX2)
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+#else
+  return static_cast<uint32_t>((mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8));
+#endif
+}
+template <class M>
+DASLLAMA_INLINE uint32_t bits_of(Two<M> mask) {
+  return bits_of(mask.lo) | bits_of(mask.hi) << sizeof(M) / 4;
+}
+
+#if defined(DASLLAMA_ISA_AVX2) && !defined(DASLLAMA_ISA_AVX512)
+// Lanes that are set in each number of 8 bits, lowest first.
+struct SetLanes {
+  uint8_t lanes[256][8] = {};
+  constexpr SetLanes() {
+    for (int bits = 0; bits < 256; bits++)
+      for (uint8_t lane = 0, n = 0; lane < 8; lane++)
+        if (bits >> lane & 1) lanes[bits][n++] = lane;
+  }
+};
+constexpr SetLanes kSetLanes;
+#endif
+
+// The lanes of v that are set in the mask, in their order, to p, where 16 elements may be written. Returns their number.
+DASLLAMA_INLINE int64_t compress(float* p, fvec v, ivec mask) {
+  const uint32_t bits = bits_of(mask);
+#if defined(DASLLAMA_ISA_AVX512)
+  store_one(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), v));
+#elif defined(DASLLAMA_ISA_AVX2)
+  const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kSetLanes.lanes[bits]));
+  store_one(p, _mm256_permutevar8x32_ps(v, _mm256_cvtepu8_epi32(lanes)));
+#else
+  for (int i = 0, n = 0; i < kWidth; i++) {
+    p[n] = v[i];
+    n += bits >> i & 1;
+  }
+#endif
+  return __builtin_popcount(bits);
+}
+template <class V, class M>
+DASLLAMA_INLINE int64_t compress(float* p, Two<V> v, Two<M> mask) {
+  const int64_t n = compress(p, v.lo, mask.lo);
+  return n + compress(p + n, v.hi, mask.hi);
+}
 
 // ---- folding sixteen lanes ------------------------------------------------------------------------------------------
 

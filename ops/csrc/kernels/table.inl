@@ -19,6 +19,8 @@ namespace {
 #include "moe_router.inl"
 #include "moe_combine.inl"
 #include "softcap.inl"
+#include "sample_token.inl"
+#include "ceilings.inl"
 #include "kv_write.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
@@ -54,6 +56,10 @@ using int_dot::decode_row;
     moe_combine_backward,               \
     softcap,                            \
     softcap_backward,                   \
+    sample_token,                       \
+    read_ceiling,                       \
+    fma_ceiling,                        \
+    dot_ceiling,                        \
     kv_write,                           \
     attention_split,                    \
     attention_merge,                    \
