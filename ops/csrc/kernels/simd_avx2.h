@@ -207,6 +207,13 @@ DASLLAMA_INLINE void store_weights(uint8_t* p, Ints w) {
   store_ints(p, w);
 }
 
+// The end of a sum whose order the compiler must keep: GCC makes a tree of it, with all products before it, and runs out
+// of registers.
+DASLLAMA_INLINE Ints in_order(Ints v) {
+  __asm__("" : "+x"(v));
+  return v;
+}
+
 // The products of kGroup elements of MR rows of x and NR strips, added up in 16 bits: take(m, n, plane, pairs), as often
 // as they have to be widened.
 template <int kMax, int kGroup, int MR, int NR, class Take>
@@ -231,8 +238,7 @@ DASLLAMA_INLINE void tile_pairs(const uint8_t* const* panel, const int8_t* const
         for (int v = 0; v < kVectors; v++) {
           const Ints products = _mm256_maddubs_epi16(w[v], a);
           pairs[m][v] = k == begin ? products : _mm256_add_epi16(pairs[m][v], products);
-          // Or GCC makes a tree of the sums, with all products before it, and runs out of registers.
-          __asm__("" : "+x"(pairs[m][v]));
+          pairs[m][v] = in_order(pairs[m][v]);
         }
       }
     }
@@ -247,7 +253,7 @@ DASLLAMA_INLINE void tile_pairs(const uint8_t* const* panel, const int8_t* const
 template <int kMax, int kGroup, int MR, int NR>
 DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
   tile_pairs<kMax, kGroup, MR, NR>(panel, x, [&](int m, int n, int plane, Ints pairs) __attribute__((always_inline)) {
-    sum[m][n] = add(sum[m][n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(plane ? 16 : 1)));
+    sum[m][n] = in_order(add(sum[m][n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(plane ? 16 : 1))));
   });
 }
 
@@ -260,7 +266,7 @@ template <int kMax, int kGroup, bool kBiased, int MR, int NR>
 DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const int32_t* const*,
                                       const Ints (&scale)[NR], Ints (&sum)[MR][NR]) {
   tile_pairs<kMax, kGroup, MR, NR>(panel, x, [&](int m, int n, int plane, Ints pairs) __attribute__((always_inline)) {
-    sum[m][n] = add(sum[m][n], _mm256_madd_epi16(pairs, plane ? _mm256_slli_epi16(scale[n], 4) : scale[n]));
+    sum[m][n] = in_order(add(sum[m][n], _mm256_madd_epi16(pairs, plane ? _mm256_slli_epi16(scale[n], 4) : scale[n])));
   });
 }
 // Takes kBias times the sums of x in each group, times its scale, from sum.
