@@ -407,3 +407,36 @@ def test_elementwise_refusals():
         elementwise.mul(torch.zeros(3), torch.zeros(3, dtype=torch.long))
     with pytest.raises(KernelError, match="use torch's own"):
         elementwise.copy(torch.zeros(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_prompts_share_activations(name, q8_0, eager):
+    """One rounding of an activation for all weights that take it changes no bit."""
+    model, ids = dl.load_model(q8_0(name)), text(17, 90)
+
+    def prefill():
+        with dl.create_session(model, n_ctx=256) as session:
+            return session.eval(ids, logits="all")
+
+    assert torch.equal(prefill(), eager(prefill))
+
+
+def test_a_hook_may_write_to_what_others_take(q8_0, eager):
+    model, ids = dl.load_model(q8_0("llama")), text(18, 20)
+
+    def prefill():
+        with dl.create_session(model) as session:
+            return session.eval(ids)
+
+    plain = prefill()
+    attention = model.get_decoder().layers[0].self_attn
+
+    def double_input(module, args, output):
+        args[0].mul_(2)
+
+    hook = attention.q_proj.register_forward_hook(double_input)
+    doubled = prefill()
+    assert not torch.equal(doubled, plain)
+    assert torch.equal(doubled, eager(prefill))
+    hook.remove()
+    assert torch.equal(prefill(), plain)

@@ -14,7 +14,7 @@ from packed import FLOATS, TYPES, random_rows
 
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.ops import ggml_types, registry
-from dasllama_torch.ops.quant_linear import quant_linear
+from dasllama_torch.ops.quant_linear import quant_linear, shared_activations
 
 ISAS = registry.isas()
 PACKED = [row for row in TYPES if row.id not in FLOATS]
@@ -97,6 +97,24 @@ def test_a_row_does_not_depend_on_its_neighbours(isa, row, threads):
         threads(n)
         assert_same_bits(quant_linear(x, w, row.id, bias, True), whole)
         assert_same_bits(quant_linear(x[:2], w, row.id, bias, True), whole[:2])
+
+
+def test_shared_activations(isa):
+    """One rounding serves all weights of a lattice, for as long as the context; another x or lattice is none of it."""
+    q4_0, q8_0, q4_k = (next(row for row in PACKED if row.name == name) for name in ("Q4_0", "Q8_0", "Q4_K"))
+    x, later = random_x(9, 512), random_x(9, 512)
+    w4, w8, k4 = (random_rows(row, 21, 512) for row in (q4_0, q8_0, q4_k))
+    of_x, of_later = (quant_linear(values, w4, q4_0.id, None, True) for values in (x, later))
+    of_k4 = quant_linear(later, k4, q4_k.id, None, True)
+    with shared_activations():
+        quant_linear(x, w4, q4_0.id, None, True)
+        x.copy_(later)  # what the caller promises not to do: it shows which rounding is used
+        assert_same_bits(quant_linear(x, w4, q4_0.id, None, True), of_x)
+        assert_same_bits(quant_linear(x.clone(), w4, q4_0.id, None, True), of_later)
+        assert_same_bits(quant_linear(x, k4, q4_k.id, None, True), of_k4)
+        assert_same_bits(quant_linear(x[:5], w4, q4_0.id, None, True), of_later[:5])
+        quant_linear(x, w8, q8_0.id, None, True)
+    assert_same_bits(quant_linear(x, w4, q4_0.id, None, True), of_later)
 
 
 @pytest.mark.parametrize("row", SOME, ids=by_name)
