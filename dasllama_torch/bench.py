@@ -165,9 +165,10 @@ class OpRow:
 def profile_prefill(session: Session, ids: Sequence[int]) -> list[OpRow]:
     """Evaluate ids at the end of the session, and say what the ops of the forward took, the longest first.
 
-    The modules themselves run, as for any prompt. Times are from call to return, with a few microseconds of Python.
+    The modules themselves run, as for any prompt. Times are from call to return, with a few microseconds of Python; the
+    first of several matmuls that take one activation also rounds it (`engine.graphs.sharing`).
     """
-    with _Watch() as watch:
+    with graphs.sharing(session.model), _Watch() as watch:
         session.eval(ids)
     return _rows((name, cost, seconds) for name, cost, seconds in watch.calls)
 

@@ -68,8 +68,11 @@ def penalize(logits: Tensor, history: Sequence[int], params: SamplingParams) -> 
 
 def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Token ids int64 [n] and their renormalized probabilities f64 [n], most likely first, after temperature, top-k,
-    top-p and min-p, of logits f32 [V]: what `sample` draws from. For looking at: it sorts all of them."""
+    top-p and min-p, of logits f32 [V] after `penalize`: what `sample` draws from. For looking at: it sorts all of them.
+    Greedy params leave the most likely token."""
     _check(logits)
+    if params.temp <= 0:
+        return logits.argmax().cpu()[None], torch.ones(1, dtype=torch.float64)
     return op.candidates(logits.cpu(), params.temp, params.top_k, params.top_p, params.min_p)
 
 
@@ -96,6 +99,7 @@ def sample(logits: Tensor, history: Sequence[int], params: SamplingParams, gener
     ).item()
     if token < 0:
         _check(penalize(logits, history, params))
+        raise DasllamaError("sampling: the logits are no distribution")
     return token
 
 

@@ -10,7 +10,7 @@ def usable_cores() -> int:
 
     Two hyper-threads of a core share its arithmetic and its way to memory: kernels that are bound by either gain
     nothing from the second. torch's own default knows cores, but no group's limit, and threads beyond that limit only
-    make each other wait.
+    make each other wait. Where the system does not tell of affinity (macOS, Windows), all processors count.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1

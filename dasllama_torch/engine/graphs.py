@@ -56,11 +56,15 @@ def sharing(model: "CausalLM"):
     if not enabled or _is_watched():
         return contextlib.nullcontext()
     steps = _models.setdefault(model, _RecordedSteps())
-    with steps.lock:
+    if not steps.lock.acquire(blocking=False):
+        return contextlib.nullcontext()
+    try:
         steps.refresh()
-        if not steps.clear and not (steps.obstacle and steps.obstacle.lasting):
+        if not steps.clear and steps.obstacle is None:  # `run` looks again for what goes without an epoch that tells
             steps.look_at(model)
         return shared_activations() if steps.clear else contextlib.nullcontext()
+    finally:
+        steps.lock.release()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-// Loops that run as fast as a core can, in the instruction set in force: the C functions that ops/ceilings.py calls.
+// Loops that run as fast as a core can, in the instruction set in force: the C functions that dasllama_torch/bench.py calls.
 #include "kernels.h"
 
 #define DASLLAMA_EXPORT extern "C" __attribute__((visibility("default")))

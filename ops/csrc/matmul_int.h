@@ -13,7 +13,8 @@
 namespace dasllama {
 
 // How the integer matmul of one instruction set wants a type's activation: sums are over `group` elements, and weights
-// are multiplied as weight + bias, which the sums take back. A task's first weight row is a multiple of `strip`.
+// are multiplied as weight + bias, which `init` takes back; the kernels for few rows know for which types they multiply
+// weights without bias (AVX2, signed weights), and leave it out. A task's first weight row is a multiple of `strip`.
 struct IntTraits {
   int group, bias, strip;
 };

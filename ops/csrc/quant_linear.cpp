@@ -2,9 +2,9 @@
 // to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h.
 #include <algorithm>
 
-#include "activation_scratch.h"
 #include "packed.h"
 #include "quant_linear_float.h"
+#include "shared_activation.h"
 
 namespace dasllama {
 namespace {
@@ -38,10 +38,11 @@ void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const s
   const int group = wanted.group;
   const int64_t window = std::clamp<int64_t>(kActivationBytes / (1 + ActivationScratch::row_bytes(K, group, unit)), 256,
                                              std::max<int64_t>(M, 256));
+  // Only a whole x can be shared: of a longer one the scratch holds a window.
   SharedActivation* const shared = M <= window ? SharedActivation::current() : nullptr;
   const ActivationScratch* const found = shared ? shared->find(x, K, lattice, wanted) : nullptr;
-  const bool is_there = found != nullptr;
-  const ActivationScratch scratch = is_there ? *found : ActivationScratch(x, std::min(window, M), K, group, unit);
+  const bool is_rounded = found != nullptr;
+  const ActivationScratch scratch = found ? *found : ActivationScratch(x, std::min(window, M), K, group, unit);
   const float *in = x.const_data_ptr<float>(), *b = bias ? bias->const_data_ptr<float>() : nullptr;
   const uint8_t* w = qweight.const_data_ptr<uint8_t>();
   const int64_t row_bytes = qweight.size(1);
@@ -53,14 +54,14 @@ void quant_linear_int(const Tensor& x, const Tensor& qweight, int qtype, const s
     count_call("quant_linear", k.name);
     for (int64_t first = 0; first < M; first += window) {
       const int64_t rows = std::min(window, M - first);
-      if (!is_there)
+      if (!is_rounded)
         parallel(rows, 1 + (1 << 14) / (1 + K), [&](int64_t begin, int64_t end) {
           k.prepare_activation(in + first * K, lattice, traits, K, arrays, begin, end);
         });
       matmul_window(k, {arrays, w, row_bytes, qtype, b, out + first * N, N, K, nullptr}, traits.strip, rows);
     }
   });
-  if (shared && !is_there) shared->keep(x, lattice, wanted, scratch);
+  if (shared && !found) shared->keep(x, lattice, wanted, scratch);
 }
 
 Tensor quant_linear(const Tensor& x, const Tensor& qweight, int64_t qtype, const std::optional<Tensor>& bias,

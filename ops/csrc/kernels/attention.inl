@@ -59,32 +59,45 @@ static void widen_row(const T* row, int64_t dim, float* out) {
   if (d < dim) store16(out + d, load16(row + d, dim - d));
 }
 
-// Keys of the block at position `start` that are set in `seen`; straight from the cache if it can serve the loops. A
-// single tile reads halves as they are, more are worth converting the block once.
-static Block fetch(const AttentionArgs& a, const void* cache, bool half, int64_t page_stride, int64_t dim,
-                   const int32_t* pages, int64_t kv_head, int64_t start, uint64_t seen, int64_t vectors,
-                   float* scratch) {
-  const int64_t R = a.R, size = half ? sizeof(f16) : sizeof(float), stride = round16(dim) + kAttentionPad;
-  const auto row_at = [&](int64_t position) {
-    const int64_t page = pages[position / R];
-    return static_cast<const char*>(cache) + (page * page_stride + (kv_head * R + position % R) * dim) * size;
-  };
-  if (R % kKeys == 0 && dim % 16 == 0 && (!half || vectors <= kMostSums)) return {row_at(start), dim, half};
-  for (int j = 0; j < kKeys; j++) {
-    if (!(seen >> j & 1)) continue;
-    if (half)
-      widen_row(reinterpret_cast<const f16*>(row_at(start + j)), dim, scratch + j * stride);
-    else
-      widen_row(reinterpret_cast<const float*>(row_at(start + j)), dim, scratch + j * stride);
-  }
-  return {scratch, stride, false};
-}
+// The cache of one kv head of a sequence, keys or values.
+struct Rows {
+  const void* cache;
+  bool half;
+  int64_t page_stride, dim;
+  const int32_t* pages;
+  int64_t R, kv_head;
 
-// Asks the memory for the rows of a block that `fetch` gives as they lie: in decode each is read once, from far away.
-DASLLAMA_INLINE void ask_for(const Block& block, int64_t dim) {
-  const int64_t bytes = kKeys * dim * static_cast<int64_t>(block.half ? sizeof(f16) : sizeof(float));
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(block.data) + i);
-}
+  int64_t size() const { return half ? sizeof(f16) : sizeof(float); }
+  const char* at(int64_t position) const {
+    const int64_t page = pages[position / R];
+    return static_cast<const char*>(cache) + (page * page_stride + (kv_head * R + position % R) * dim) * size();
+  }
+  // Whether the loops take blocks as they lie. A single tile reads halves so, more are worth converting the block once.
+  bool serve(int64_t vectors) const { return R % kKeys == 0 && dim % 16 == 0 && (!half || vectors <= kMostSums); }
+
+  // Keys of the block at position `start` that are set in `seen`.
+  Block fetch(int64_t start, uint64_t seen, int64_t vectors, float* scratch) const {
+    if (serve(vectors)) return {at(start), dim, half};
+    const int64_t stride = round16(dim) + kAttentionPad;
+    for (int j = 0; j < kKeys; j++) {
+      if (!(seen >> j & 1)) continue;
+      if (half)
+        widen_row(reinterpret_cast<const f16*>(at(start + j)), dim, scratch + j * stride);
+      else
+        widen_row(reinterpret_cast<const float*>(at(start + j)), dim, scratch + j * stride);
+    }
+    return {scratch, stride, false};
+  }
+
+  // Asks the memory for positions [start, end) of a block, if a single tile is to read them as they lie: in decode each is
+  // read once, from far away. More tiles have other work meanwhile.
+  void ask_for(int64_t start, int64_t end, int64_t vectors) const {
+    if (start >= end || vectors > kMostSums || !serve(vectors) || pages[start / R] < 0) return;
+    const int64_t n = end - start < kKeys ? end - start : kKeys;
+    const char* rows = at(start);
+    for (int64_t i = 0; i < n * dim * size(); i += 64) __builtin_prefetch(rows + i);
+  }
+};
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
@@ -268,7 +281,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
   std::memset(s.acc, 0, static_cast<size_t>(vectors * Dv) * sizeof(float));
 
   const int32_t* pages = a.block_table + static_cast<int64_t>(a.row_seq[tile.row]) * a.B;
-  const bool is_far = vectors <= kMostSums && a.R % kKeys == 0 && a.D % 16 == 0 && a.Dv % 16 == 0;
+  const Rows all_keys = {a.k, a.k_half, a.k_page, a.D, pages, a.R, kv_head};
+  const Rows all_values = {a.v, a.v_half, a.v_page, a.Dv, pages, a.R, kv_head};
   const int64_t end = a.row_end[tile.row + tile.rows - 1];
   for (int64_t start = split * kAttentionSplit; start < (split + 1) * kAttentionSplit; start += kKeys) {
     uint64_t seen = 0;
@@ -285,9 +299,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     }
     if (!seen) continue;
 
-    const Block k = fetch(a, a.k, a.k_half, a.k_page, a.D, pages, kv_head, start, seen, vectors, keys);
-    const Block v = fetch(a, a.v, a.v_half, a.v_page, a.Dv, pages, kv_head, start, seen, vectors, values);
-    if (is_far) ask_for(v, Dv);
+    const Block k = all_keys.fetch(start, seen, vectors, keys);
+    all_values.ask_for(start, end, vectors);
     if (k.half)
       score_block(q, static_cast<const f16*>(k.data), k.stride, D, ranges, vectors, scores);
     else
@@ -300,8 +313,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
         for (int64_t d = 0; d < Dv; d += 16) store16(s.acc + i * Dv + d, load16(s.acc + i * Dv + d) * shrink);
     }
 
-    if (is_far && start + kKeys < end)
-      ask_for(fetch(a, a.k, a.k_half, a.k_page, a.D, pages, kv_head, start + kKeys, 0, vectors, keys), D);
+    const Block v = all_values.fetch(start, seen, vectors, values);
+    all_keys.ask_for(start + kKeys, end, vectors);
     if (v.half)
       weigh_block(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
     else

@@ -38,7 +38,8 @@ static int64_t fma_ceiling(int64_t n) {
   return 12 * kWidth * n;
 }
 
-// Bytes times bytes into int32, by the instructions that the integer kernels use.
+// Bytes times bytes into int32. On AVX2 every two products are widened, as they must be for bytes of any size; kernels for
+// weights of few bits widen later, and may come out above this.
 static int64_t dot_ceiling(int64_t n) {
   ivec sums[12] = {};
   ivec ones = (ivec)(0x01010101 - ivec{});

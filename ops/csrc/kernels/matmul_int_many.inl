@@ -1,7 +1,8 @@
 // The integer matmul for many rows of x: strips of weights are unpacked into a panel once, and the rows of x pass by.
 //
-// Panel of a strip: bytes [K / 4][kLanes][4], so that one vector holds 4 consecutive weights of each row, followed by the
-// strip's scales in vectors: d [groups] and m [groups], or one SuperScales per 256. A register tile is up to kTileRows
+// Panel of a strip: bytes [K / 4][tile_planes][kLanes][4], so that one vector holds 4 consecutive weights of each row, or one
+// nibble of them where an instruction set wants signed weights so (store_weights). The strip's scales follow in vectors: d
+// [groups] and m [groups], or one SuperScales per 256 whose scales went through tile_scale. A register tile is up to kTileRows
 // rows of x by kTileStrips strips: 4 bytes of x are broadcast and multiplied with a vector of each strip, a lane sums up
 // one weight row, and the fold of ops/quant_linear.py needs no lane to look at another. A task owns its strips and its
 // rows of x; the panel lives in the thread's scratch.

@@ -1,9 +1,11 @@
-// The vectors of the integer matmul in AVX2, FMA and F16C. simd_avx512.h offers the same names.
+// The vectors of the integer matmul in AVX2, FMA and F16C. simd_avx512.h and simd_neon.h offer the same names, with
+// wide_sums.h.
 //
 // A vector is kUnits = 2 units of 16 bytes, or kLanes = 8 lanes of 32 bits. Eight weight rows make a strip, and a lane
 // stands for a row. vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits. Unsigned weights (kMax up
-// to 127) take the activation as it is; signed ones (kMax 128) give their sign to it: 2 * 128 * 127 still fits. kMax
-// decides how many of these 16-bit sums may be added before they are widened, so that nothing ever saturates.
+// to 127) take the activation as it is; signed ones (kMax 128) give their sign to it, as 2 * 128 * 127 still fits, and in
+// a tile come as two nibbles. kMax decides how many of these 16-bit sums may be added before they are widened (dot,
+// sum_quad, tile_pairs), so that nothing ever saturates.
 #pragma once
 #include <immintrin.h>
 
@@ -190,7 +192,7 @@ DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
 }
 
 // What the largest weight means for a tile: weights whose sums may be widened equally late share one.
-constexpr int tile_max(int max) { return max > 127 ? 128 : max > 63 ? 127 : max > 32 ? 63 : max > 15 ? 31 : 15; }
+constexpr int tile_max(int max) { return max > 127 ? 128 : max > 63 ? 127 : max > 31 ? 63 : max > 15 ? 31 : 15; }
 // Signed weights lie in a panel as the two nibbles of weight + 128, whose products add up in 16 bits for a whole group:
 // less work than an instruction for the sign of every product.
 constexpr int tile_planes(int max) { return max > 127 ? 2 : 1; }
@@ -219,7 +221,8 @@ DASLLAMA_INLINE Ints in_order(Ints v) {
 template <int kMax, int kGroup, int MR, int NR, class Take>
 DASLLAMA_INLINE void tile_pairs(const uint8_t* const* panel, const int8_t* const* x, const Take& take) {
   constexpr int kPlanes = tile_planes(kMax), kVectors = NR * kPlanes;
-  constexpr int fit = 32767 / (2 * 127 * (kPlanes == 2 ? 15 : kMax)), kSteps = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+  constexpr int kFit = 32767 / (2 * 127 * (kPlanes == 2 ? 15 : kMax));
+  constexpr int kSteps = kFit >= 8 ? 8 : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
   constexpr int kStride = kSteps * 4 < kGroup ? kSteps * 4 : kGroup;
 #pragma GCC unroll 8
   for (int begin = 0; begin < kGroup; begin += kStride) {
@@ -261,7 +264,8 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
 DASLLAMA_INLINE Ints tile_scale(Ints scale) {
   return bit_or(bit_and(scale, splat_ints(0xffff)), shift_left(scale, 16));
 }
-// Adds to sum the products of kGroup elements times the scales; what the bias adds to them is left to `unbias`.
+// Adds to sum the products of kGroup elements times the scales; what the bias adds to them is left to `unbias`. The upper
+// plane counts 16 times: scales of types with two planes are below 2,048 (IQ4_XS: 32).
 template <int kMax, int kGroup, bool kBiased, int MR, int NR>
 DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const int32_t* const*,
                                       const Ints (&scale)[NR], Ints (&sum)[MR][NR]) {

@@ -168,17 +168,6 @@ DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
   w[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
 }
 
-// How much the largest weight matters to a tile: not at all, sums have 32 bits.
-constexpr int tile_max(int) { return 0; }
-constexpr int tile_planes(int) { return 1; }
-constexpr int tile_bias(int, int bias) { return bias; }
-
-// Four weights of each lane to their place in a panel.
-template <int kMax>
-DASLLAMA_INLINE void store_weights(uint8_t* p, Ints w) {
-  store_ints(p, w);
-}
-
 // Sums of kGroup products for MR rows of x by NR strips: panel[n] holds kGroup / 4 vectors of 4 weights per lane.
 template <int kMax, int kGroup, int MR, int NR>
 DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const* x, Ints (&sum)[MR][NR]) {
@@ -196,28 +185,6 @@ DASLLAMA_INLINE void tile_dots(const uint8_t* const* panel, const int8_t* const*
       for (int n = 0; n < NR; n++) sum[m][n] = _mm512_dpbusd_epi32(sum[m][n], w[n], a);
     }
   }
-}
-
-// A group's scale as a tile wants it.
-DASLLAMA_INLINE Ints tile_scale(Ints scale) { return scale; }
-// Adds to sum the products of kGroup elements, taken back to weights without bias, times the scales.
-template <int kMax, int kGroup, bool kBiased, int MR, int NR>
-DASLLAMA_INLINE void tile_scaled_dots(const uint8_t* const* panel, const int8_t* const* x, const int32_t* const* init,
-                                      const Ints (&scale)[NR], Ints (&sum)[MR][NR]) {
-  Ints dots[MR][NR];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; n++) dots[m][n] = kBiased ? splat_ints(*init[m]) : zero_ints();
-  tile_dots<kMax, kGroup, MR, NR>(panel, x, dots);
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; n++) sum[m][n] = add(sum[m][n], mul(dots[m][n], scale[n]));
-}
-template <int kBias, int kGroups>
-DASLLAMA_INLINE Ints unbias(Ints sum, const Ints*, const int16_t*) {
-  return sum;
 }
 
 }  // namespace int_dot
