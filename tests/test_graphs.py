@@ -142,6 +142,12 @@ def replace_in_place(model):
     model.model.norm._parameters["weight"] = nn.Parameter(model.model.norm.weight * 2, requires_grad=False)
 
 
+def replace_submodule_in_place(model):
+    old = model.model.norm
+    replace_submodule(model)
+    model.model._modules.update(norm=model.model.layers[1].input_layernorm, other=old)
+
+
 def replace_data(model):
     model.model.norm.weight.data = model.model.norm.weight.data * 2
 
@@ -163,8 +169,8 @@ def change_number(model):
 @pytest.mark.parametrize(
     "change",
     [
-        replace_submodule, replace_layer, insert_layer, replace_in_place, replace_data, scale_weight, load_weights,
-        change_number,
+        replace_submodule, replace_layer, insert_layer, replace_in_place, replace_submodule_in_place,
+        replace_data, scale_weight, load_weights, change_number,
     ],
 )  # fmt: skip
 def test_a_change_takes_effect_on_the_next_step(model, change, eager):

@@ -9,7 +9,6 @@ counts both under "step", as "recorded" and "eager".
 """
 
 import contextlib
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -173,20 +172,19 @@ class _RecordedStep:
         self.blocks = blocks
         self.program: Program | None = None
         self.logits: Tensor | None = None
-        # What the modules hold, and where it lies; `serves` looks whether it is still so.
-        holders = [d for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
-        self.held = [(holder, name) for holder in holders for name in holder]
-        self.objects = [holder[name] for holder, name in self.held]
-        self.weights = [held for held in self.objects if isinstance(held, Tensor)]
-        self.places = [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights]
+        for module in model.modules():
+            base.watch(module)
+        # Where the weights lie: of their `data` no epoch tells.
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.places = self._places()
+
+    def _places(self) -> list[tuple[int, bool]]:
+        return [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights]
 
     def serves(self, sessions: Sequence["Session"]) -> bool:
+        """Whether the weights lie where they lay, and there is room for the sessions' pages."""
         fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
-        return (
-            fits
-            and all(map(operator.is_, self.objects, [holder.get(name) for holder, name in self.held]))
-            and [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights] == self.places
-        )
+        return fits and self._places() == self.places
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step's tensors those of these rows; the rest become inert."""

@@ -12,8 +12,9 @@ def epoch() -> int:
     """Grows whenever anything was done to any of the package's modules that could change what a forward does: a hook
     was added, an attribute, parameter, buffer or submodule set, tensors moved or cast.
 
-    What does not show: a tensor's own values (recorded steps read them where they lie), a hook's removal, functions
-    replaced on a class, and what is written into `_parameters`, `_buffers` and `_modules` past the module's methods.
+    What does not show: a tensor's own values (recorded steps read them where they lie) and its `data`, a hook's
+    removal, functions replaced on a class, and, until `watch`, what is written into `_parameters`, `_buffers` and
+    `_modules` past the module's methods.
     Source of the idea: guards as in torch.compile, reduced to one number.
     """
     return _epoch
@@ -24,8 +25,8 @@ def _bump() -> None:
     _epoch += 1
 
 
-def _bumping(name: str):
-    original = getattr(nn.Module, name)
+def _bumping(cls: type, name: str):
+    original = getattr(cls, name)
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
@@ -51,7 +52,22 @@ for _name in (  # these go around __setattr__
     "add_module", "register_buffer", "register_parameter", "register_forward_hook", "register_forward_pre_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
 ):  # fmt: skip
-    setattr(Watched, _name, _bumping(_name))
+    setattr(Watched, _name, _bumping(nn.Module, _name))
+
+
+class _WatchedDict(dict):
+    """A dict that bumps the epoch whenever something is written to it."""
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_WatchedDict, _name, _bumping(dict, _name))
+
+
+def watch(module: Watched) -> None:
+    """From now on let the epoch tell, too, of what is written into the module's dicts past its methods."""
+    for name in ("_parameters", "_buffers", "_modules"):
+        if type(module.__dict__[name]) is dict:
+            module.__dict__[name] = _WatchedDict(module.__dict__[name])
 
 
 class Module(Watched):
