@@ -22,6 +22,15 @@ DASLLAMA_INLINE void signed_points(const int8_t (&grid)[kPoints][kLength], const
     store_ints(q + k, plus_minus(splat_bytes(kBias), points(grid, index + k / kLength), signs + k / 8));
 }
 
+// For types whose `split` lays out a block's indices and signs.
+template <class T>
+DASLLAMA_INLINE void decode_split(const uint8_t* block, uint8_t* q) {
+  uint16_t index[32];
+  uint8_t signs[32];
+  T::split(block, index, signs);
+  signed_points<T::kBias>(T::kGrid, index, signs, q);
+}
+
 // Four times seven sign bits in each of 8 words, kStep bytes apart.
 template <int kStep>
 DASLLAMA_INLINE void even_signs_of_words(const uint8_t* p, uint8_t (&signs)[32]) {
@@ -87,16 +96,15 @@ struct FastIQ2_XXS : SuperLayout<32, 1, false> {
 
 struct FastIQ2_XS : SuperLayout<16, 1, false> {
   static constexpr int kBytes = 74, kMax = 86, kBias = 43;
-  static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) {
-    uint16_t index[32];
-    uint8_t signs[32];
+  static constexpr const int8_t (&kGrid)[512][8] = IQ2_XS_GRID;
+  static DASLLAMA_INLINE void split(const uint8_t* block, uint16_t (&index)[32], uint8_t (&signs)[32]) {
     for (int i = 0; i < 32; i++) {
       const uint16_t word = load_u16(block + 2 + 2 * i);
       index[i] = word & 511;
       signs[i] = static_cast<uint8_t>(even_signs(word >> 9));
     }
-    signed_points<kBias>(IQ2_XS_GRID, index, signs, q);
   }
+  static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) { decode_split<FastIQ2_XS>(block, q); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     out.d = scaled_half(gather_lanes(block, offset), 0.125f);
     odd_scales(block + 66, offset, out.scale);
@@ -105,15 +113,14 @@ struct FastIQ2_XS : SuperLayout<16, 1, false> {
 
 struct FastIQ2_S : SuperLayout<16, 1, false> {
   static constexpr int kBytes = 82, kMax = 86, kBias = 43;
-  static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) {
-    uint16_t index[32];
-    uint8_t signs[32];
+  static constexpr const int8_t (&kGrid)[1024][8] = IQ2_S_GRID;
+  static DASLLAMA_INLINE void split(const uint8_t* block, uint16_t (&index)[32], uint8_t (&signs)[32]) {
     uint8_t high[32];
     fields_in_order<8>(block + 66, high);
     for (int i = 0; i < 32; i++) index[i] = block[2 + i] | high[i] << 8;
     std::memcpy(signs, block + 34, 32);
-    signed_points<kBias>(IQ2_S_GRID, index, signs, q);
   }
+  static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) { decode_split<FastIQ2_S>(block, q); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     out.d = scaled_half(gather_lanes(block, offset), 0.125f);
     odd_scales(block + 74, offset, out.scale);

@@ -35,11 +35,12 @@ static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, in
 
 template <class Source>
 static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
+  typedef typename ForFew<Source>::type Few;
   switch (m_end - m_begin) {
-    case 1: return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
-    case 2: return matmul_few<Source, 2>(p, n_begin, n_end, m_begin);
-    case 3: return matmul_few<Source, 3>(p, n_begin, n_end, m_begin);
-    case kFewRows: return matmul_few<Source, kFewRows>(p, n_begin, n_end, m_begin);
+    case 1: return matmul_few<Few, 1>(p, n_begin, n_end, m_begin);
+    case 2: return matmul_few<Few, 2>(p, n_begin, n_end, m_begin);
+    case 3: return matmul_few<Few, 3>(p, n_begin, n_end, m_begin);
+    case kFewRows: return matmul_few<Few, kFewRows>(p, n_begin, n_end, m_begin);
   }
   if constexpr (Source::kBlock == 32)
     matmul_many<Panel32<Source>>(p, n_begin, n_end, m_begin, m_end);

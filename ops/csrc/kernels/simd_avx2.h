@@ -24,6 +24,7 @@ typedef Ints Offsets;  // of kLanes rows from the first of them
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
+constexpr bool kSignsToX = true;               // whether x takes the signs of a grid's points, if its rows are few
 
 DASLLAMA_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
 DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm256_set1_epi32(v); }

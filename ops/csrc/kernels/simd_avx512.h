@@ -21,6 +21,7 @@ typedef Ints Offsets;  // of kLanes rows from the first of them
 constexpr int kUnits = 4, kLanes = 16;
 constexpr int kTileRows = 6, kTileStrips = 2;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0x80;
+constexpr bool kSignsToX = false;              // whether x takes the signs of a grid's points, if its rows are few
 
 DASLLAMA_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
 DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm512_set1_epi32(v); }

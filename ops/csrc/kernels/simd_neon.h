@@ -23,6 +23,7 @@ struct Offsets {  // of kLanes rows from the first of them; general registers ad
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
+constexpr bool kSignsToX = false;              // whether x takes the signs of a grid's points, if its rows are few
 
 // One register as bytes, as f16 or as other integers.
 DASLLAMA_INLINE uint8x16_t bytes(ivec v) { return (uint8x16_t)v; }

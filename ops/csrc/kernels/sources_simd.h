@@ -1,10 +1,11 @@
 // Where the vector matmul gets a strip of weights from: Packed32 and Packed256 unpack the file's rows piece by piece into
 // registers; Decoded32 and Decoded256 are for types that are better taken apart in one go, row after row, into bytes in the
-// order of the elements.
+// order of the elements. Signed256 leaves the points of a grid unsigned and gives their signs to x: for few rows of x.
 //
 // All of them offer, for a strip of kLanes rows (rows beyond the last are that one again):
 //   begin(at, last)   take up groups at .. at + last (of 32 or 16 elements), or the block `at` of 256
 //   unpack(r, ...)    weights of row r, as blocks_simd.h describes
+//   x(r, step, a)     what to multiply them with (blocks of 256)
 //   d(i), m(i) or scales()   scales of the strip
 #pragma once
 #include "blocks_simd_decoded.h"
@@ -105,6 +106,7 @@ struct Packed256 : T {
     if (step == 0) strip.prefetch(r, at, T::kBytes);
     T::unpack(strip.row[r] + at, step, w);
   }
+  DASLLAMA_INLINE Ints x(int, int, Ints a) const { return a; }
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
@@ -126,7 +128,50 @@ struct Decoded256 : T {
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
     take_parts<T::kParts>(q[r] + 16 * kUnits * T::kParts * step, w);
   }
+  DASLLAMA_INLINE Ints x(int, int, Ints a) const { return a; }
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
+};
+
+// Without signs weights need no bias, two of their pairs' sums fit into 16 bits, and points go from their grid to registers.
+template <class T>
+struct Signed256 : T {
+  static_assert(T::kParts == 1, "x() and unpack() take the elements in their order");
+  static constexpr int kMax = T::kBias, kBias = 0;
+  static constexpr int group(int step, int, int i) { return step * kUnits + i; }
+  const Strip& strip;
+  int64_t at = 0;
+  alignas(64) uint16_t index[kLanes][32];
+  alignas(64) uint8_t signs[kLanes][32];
+
+  explicit Signed256(const Strip& strip) : strip(strip) {}
+  DASLLAMA_INLINE void begin(int64_t block) {
+    at = block * T::kBytes;
+    for (int r = 0; r < kLanes; r++) {
+      strip.prefetch(r, at, T::kBytes);
+      T::split(strip.row[r] + at, index[r], signs[r]);
+    }
+  }
+  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const { w[0] = points(T::kGrid, index[r] + kPiece / 8 * step); }
+  DASLLAMA_INLINE Ints x(int r, int step, Ints a) const {
+    return plus_minus(zero_ints(), a, signs[r] + kPiece / 8 * step);
+  }
+  DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
+};
+
+// The source for few rows of x; the signs of a grid's points would be given to each of many rows again.
+template <class T>
+using FewPoints = std::conditional_t<kSignsToX, Signed256<T>, Decoded256<T>>;
+template <class Source>
+struct ForFew {
+  typedef Source type;
+};
+template <>
+struct ForFew<Decoded256<FastIQ2_XS>> {
+  typedef FewPoints<FastIQ2_XS> type;
+};
+template <>
+struct ForFew<Decoded256<FastIQ2_S>> {
+  typedef FewPoints<FastIQ2_S> type;
 };
 
 }  // namespace int_dot
