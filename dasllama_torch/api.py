@@ -118,21 +118,56 @@ def caps(model: CausalLM) -> Caps:
     return Caps.of(model.config, model.metadata)
 
 
-def create_session(model: CausalLM, kv_dtype: str = "f16", n_ctx: int | None = None, *, rewind: int = 0) -> Session:
+def create_kv_pool(model: CausalLM, page_rows: int = 64, kv_dtype: str = "f16", max_bytes: int | None = None) -> KVPool:
+    """Memory for the keys, values and recurrent states of many sessions of the model, see `create_session`.
+
+    page_rows: tokens of a page, by which sessions take memory and share it; pages of a multiple of 64 are read fastest.
+    kv_dtype: "f16" or "f32". max_bytes: the most that all sessions together may hold, what they share counted once; an
+    evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others have closed
+    or gone back. None: the memory of this machine. On the CPU a page costs memory once it has been written. The pool
+    lives as long as a session of it.
+    """
+    layers = [layer.cache for layer in model.config.layers]
+    device = model.get_input_embeddings().qweight.device
+    return KVPool(layers, kv_dtype, physical_memory() if max_bytes is None else max_bytes, device, page_rows)
+
+
+def create_session(
+    model: CausalLM,
+    kv_dtype: str | None = None,
+    n_ctx: int | None = None,
+    *,
+    rewind: int = 0,
+    pool: KVPool | None = None,
+) -> Session:
     """A new stream over the model, empty.
 
     kv_dtype: "f16" (the default) or "f32", how keys and values are kept; recurrent states are f32. n_ctx: the most
     tokens it may hold; by default the model's own context, at most 4,096. Where a model has LongRoPE (Phi-3), its long
     frequencies serve the sessions that may outgrow its original context, from their first token on. rewind: tokens
-    that `truncate` may take back though a layer's window has passed; each keeps its keys longer. Memory is taken page
-    by page as tokens come.
+    that `truncate` may take back though a layer's window has passed; each keeps its keys longer. pool: of
+    `create_kv_pool`, with the kv_dtype of its own; None: one that all sessions of the model and kv_dtype share. Memory
+    is taken page by page as tokens come.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
     if rewind < 0:
         raise ValueError(f"rewind is {rewind}, wanted 0 or more")
-    return Session(model, _pool(model, kv_dtype, n_ctx), n_ctx, rewind)
+    if pool is None:
+        pool = _pool(model, kv_dtype or "f16", n_ctx)
+    elif kv_dtype not in (None, pool.kv_dtype):
+        raise ValueError(f"kv_dtype is {kv_dtype!r}, and the pool's {pool.kv_dtype!r}")
+    elif pool.layers != [layer.cache for layer in model.config.layers]:
+        raise ValueError("the pool is for layers of other sizes than the model's: wanted a create_kv_pool(model)")
+    return Session(model, pool, n_ctx, rewind)
+
+
+def fork(session: Session) -> Session:
+    return session.fork()
+
+
+fork.__doc__ = Session.fork.__doc__
 
 
 def eval_batch(
@@ -147,9 +182,7 @@ eval_batch.__doc__ = engine_session.eval_batch.__doc__
 def _pool(model: CausalLM, kv_dtype: str, n_ctx: int) -> KVPool:
     pools = _pools.setdefault(model, {})
     if kv_dtype not in pools:
-        layers = [layer.cache for layer in model.config.layers]
-        device = model.get_input_embeddings().qweight.device
-        pools[kv_dtype] = KVPool(layers, kv_dtype, physical_memory(), device)
+        pools[kv_dtype] = create_kv_pool(model, kv_dtype=kv_dtype)
     pool = pools[kv_dtype]
     wanted = CacheSequence(pool).bytes_for(n_ctx, n_ctx)
     if wanted > pool.max_bytes:

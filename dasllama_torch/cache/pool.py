@@ -1,5 +1,5 @@
 """KVPool: what all layers keep of evaluated tokens. Keys and values in pages, recurrent states in slots; sessions take
-both on demand."""
+both on demand, and may hold them together."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class KVPool:
     layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: "f16" (stores clamp to +-65504) or
     "f32". On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache
     of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None
-    if no layer has one. Not thread-safe.
+    if no layer has one. A page or slot of several holders is only read. Not thread-safe.
     """
 
     def __init__(
@@ -60,15 +60,21 @@ class KVPool:
     ):
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {kv_dtype!r} is unknown, wanted one of {', '.join(KV_DTYPES)}")
-        self.kv_dtype, self.max_bytes, self.page_rows = kv_dtype, max_bytes, page_rows
+        if page_rows < 1:
+            raise ValueError(f"page_rows is {page_rows}, wanted 1 or more")
+        self.layers, self.kv_dtype, self.max_bytes, self.page_rows = layers, kv_dtype, max_bytes, page_rows
         self.device = torch.device(device)
         windows = sorted({spec.window for spec in layers if isinstance(spec, CacheSpec)})
         self.groups = [self._group(layers, window) for window in windows]
         self.state_bytes = sum(4 * spec.numel for spec in layers if isinstance(spec, StateSpec))
         self.states = PageAllocator(max_bytes // self.state_bytes) if self.state_bytes else None
+        least = sum(group.page_bytes for group in self.groups) + self.state_bytes
+        if max_bytes < least:
+            raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
-            self._layers = self._make(layers, windows)
+            self._memory = [self._pages(group) for group in self.groups]
+            self._layers = self._make(windows)
 
     def _group(self, layers, window: int) -> PageGroup:
         specs = [spec for spec in layers if isinstance(spec, CacheSpec) and spec.window == window]
@@ -79,20 +85,22 @@ class KVPool:
         # Each group alone may fill the pool: what bounds them together is max_bytes.
         return PageGroup(window, page_bytes, PageAllocator(self.max_bytes // page_bytes))
 
-    def _make(self, layers, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
+    def _pages(self, group: PageGroup) -> Tensor:
         """A page of a group is one run of memory, all its layers' keys and values one after the other: what belongs to
         one position lies together, and a new page touches the fewest pages of the system."""
-        dtype, rows = KV_DTYPES[self.kv_dtype], self.page_rows
-        memory = [self._tensor((g.pages.capacity, g.page_bytes // dtype.itemsize), dtype, True) for g in self.groups]
-        taken = [0] * len(memory)  # elements of a page
+        dtype = KV_DTYPES[self.kv_dtype]
+        return self._tensor((group.pages.capacity, group.page_bytes // dtype.itemsize), dtype, huge=True)
+
+    def _make(self, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
+        taken = [0] * len(windows)  # elements of a page
 
         def paged(group: int, heads: int, dim: int) -> Tensor:
             first = taken[group]
-            taken[group] += heads * rows * dim
-            return memory[group][:, first : taken[group]].unflatten(1, (heads, rows, dim))
+            taken[group] += heads * self.page_rows * dim
+            return self._memory[group][:, first : taken[group]].unflatten(1, (heads, self.page_rows, dim))
 
         made = []
-        for spec in layers:
+        for spec in self.layers:
             if isinstance(spec, CacheSpec):
                 group = windows.index(spec.window)
                 k, v = (paged(group, spec.n_kv_heads, dim) for dim in (spec.k_dim, spec.v_dim))
@@ -116,9 +124,13 @@ class KVPool:
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]
 
+    def blocks(self, n: int) -> int:
+        """How many pages of a group n positions fill or begin."""
+        return -(-n // self.page_rows)
+
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages and slots that are handed out."""
+        """Bytes of the pages and slots that are handed out; those of several holders count once."""
         slots = self.states.in_use if self.states else 0
         return sum(group.pages.in_use * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
@@ -127,6 +139,11 @@ class KVPool:
         left = self.max_bytes - self.used_bytes
         if nbytes > left:
             raise OutOfPages(f"the KV pool has {left} of {self.max_bytes} bytes left, wanted {nbytes}")
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """Make the page `target` of a group equal to `source`, in all of its layers."""
+        memory = self._memory[group]
+        memory[target].copy_(memory[source])
 
     def clear_state(self, slot: int) -> None:
         """Make the slot that of a sequence without tokens."""

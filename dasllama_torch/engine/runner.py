@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dasllama_torch.cache.forecast import Forecast
 from dasllama_torch.engine import graphs
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
 from dasllama_torch.errors import CannotRewind, ContextFull
@@ -75,16 +76,18 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
 
 def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None:
     """Raise OutOfPages unless the pool can serve all windows, each after the pages that the ones before set free."""
+    forecast = Forecast(sessions[0].pool)
     at = [s.n_past for s in sessions]
-    held = [s.sequence.held_bytes for s in sessions]
-    before = most = sum(held)
     for window in windows:
+        spans = []
         for chunk in window:
-            stop = at[chunk.index] + chunk.stop - chunk.start
-            held[chunk.index] = sessions[chunk.index].sequence.bytes_for(at[chunk.index], stop)
-            at[chunk.index] = stop
-        most = max(most, sum(held))
-    sessions[0].pool.require(most - before)
+            start, at[chunk.index] = at[chunk.index], at[chunk.index] + chunk.stop - chunk.start
+            spans.append((sessions[chunk.index].sequence, start, at[chunk.index]))
+        for span in spans:
+            forecast.grow(*span)
+        for span in spans:
+            forecast.advance(*span)
+    sessions[0].pool.require(forecast.most)
 
 
 def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
@@ -92,7 +95,6 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
     tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
     for seq, chunk in enumerate(window):
         session, n = sessions[chunk.index], chunk.stop - chunk.start
-        session.sequence.grow(session.n_past + n)
         tokens += ids[chunk.index][chunk.start : chunk.stop]
         row_seq += [seq] * n
         row_pos += range(session.n_past, session.n_past + n)
@@ -101,19 +103,21 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         wanted_of.append(wanted)
     present = [sessions[chunk.index] for chunk in window]
     try:
+        for session, chunk in zip(present, window, strict=True):
+            session.sequence.grow(chunk.stop - chunk.start)
         rows = graphs.run(present, tokens) if len(logit_rows) == len(tokens) == len(present) else None
         if rows is None:
             rows = _forward(sessions[0].model, _step(present, tokens, row_seq, row_pos, logit_rows))
         rows = rows.split(wanted_of)
     except BaseException:
         for session in present:
-            session.sequence.torn = session.sequence.state >= 0
+            session.sequence.abandon()
         raise
     for chunk, wanted, part in zip(window, wanted_of, rows, strict=True):
         session = sessions[chunk.index]
         session.tokens += ids[chunk.index][chunk.start : chunk.stop]
         session.pending, session.logits = [], None
-        session.sequence.trim(session.n_past)
+        session.sequence.advance(chunk.stop - chunk.start)
         if wanted:
             kept[chunk.index].append(part)
 

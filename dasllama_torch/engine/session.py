@@ -76,11 +76,28 @@ class Session:
         """
         return eval_batch([self], [ids], logits)[0]
 
+    def fork(self) -> "Session":
+        """A new session that stands where this one does, whatever is done to either afterwards: with its tokens, its
+        pending token, its logits and its checkpoints.
+
+        It takes no memory yet. The two share what they hold in the pool; the first to evaluate copies the page that its
+        rows begin in, if that is not full, and the recurrent states. The random generator is a copy too: set_seed if
+        the two shall not draw alike. Raises CannotRewind where a failed evaluation has left recurrent states between
+        two tokens.
+        """
+        self._check_open()
+        fork = Session(self.model, self.pool, self.n_ctx)
+        fork.sequence = self.sequence.fork()
+        fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
+        fork.logits = None if self.logits is None else self.logits.clone()
+        fork._generator.set_state(self._generator.get_state())
+        return fork
+
     def checkpoint(self) -> None:
         """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
         the pages that windows see from here. Raises OutOfPages."""
         self._check_open()
-        self.sequence.checkpoint(self.n_past)
+        self.sequence.checkpoint()
 
     def truncate(self, n: int) -> None:
         """Forget all tokens but the first n, and checkpoints after them.
@@ -91,7 +108,7 @@ class Session:
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise ValueError(f"n is {n}, wanted 0 to {self.n_past}, the tokens of the session")
-        self.sequence.truncate(n, self.n_past)
+        self.sequence.truncate(n)
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]
