@@ -326,7 +326,13 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
 
 def start(*args: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [*COMMAND, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        [*COMMAND, *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        # A shell lets its background jobs ignore it, and Python then does not listen for it either.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -6,6 +6,9 @@ written anew for each step, the weights, the cache. Fewer rows than it has are f
 long as the modules are what they were (`modules.base.epoch`) and the weights lie where they lay. Hooks, dispatch modes
 and modules from elsewhere mean that the modules themselves run; so does an op that cannot be recorded. `ops.report()`
 counts both under "step", as "recorded" and "eager".
+
+What a recorded step leaves out that the modules do: roundings of an activation that the op before has rounded already.
+Prompts leave out the same (`sharing`), under the same conditions; their modules run as they are.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 // Binding of quant_linear; formula, order of the sums and layouts in ops/quant_linear.py. Integer types in native mode go
-// to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h.
+// to the integer matmul (kernels/matmul_int.inl, matmul_int_scalar.inl), all else to quant_linear_float.h. Several weights
+// may take one rounding of x: see shared_activation.h.
 #include <algorithm>
 
 #include "packed.h"
