@@ -231,7 +231,7 @@ def bench(
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     threads: ThreadsOption = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Say what each op takes, and what it could take.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time of each op of a session, and its bound.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file too.")] = None,
 ) -> None:
     """Measure tokens per second: of a prompt (pp) and of generation (tg)."""
