@@ -14,13 +14,15 @@ of values (`tolist`, `numpy`) is not seen.
 import contextlib
 import ctypes
 import weakref
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dasllama_torch.errors import KernelError
 from dasllama_torch.ops import elementwise
-from dasllama_torch.ops.registry import native_library
+from dasllama_torch.ops.registry import define, native_library
 
 # Views of contiguous tensors that copy others.
 _MAY_COPY = {
@@ -37,6 +39,7 @@ _library.dasllama_record_end.restype = ctypes.c_char_p
 _library.dasllama_record_end.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_size.restype = ctypes.c_int64
 _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
+_library.dasllama_program_in_place.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_run.restype = ctypes.c_char_p
 _library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
@@ -64,6 +67,11 @@ class Program:
         n = len(self)
         return _library.dasllama_program_op(self._handle, n - 1).decode() if n else ""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensors that are held lie where they lay, contiguous."""
+        return bool(_library.dasllama_program_in_place(self._handle))
+
     def run(self) -> None:
         """Do again what was recorded, on torch's threads.
 
@@ -86,11 +94,21 @@ class Program:
             raise KernelError(error.decode())
 
 
+@define(fake=lambda tensor: None)
+def hold(tensor: Tensor) -> None:
+    """Makes `Program.in_place` of the program that is being recorded tell of the tensor, contiguous."""
+
+
 @contextlib.contextmanager
-def recording():
-    """Context: everything runs as always, and the program that it yields can run it again."""
+def recording(held: Iterable[Tensor] = ()):
+    """Context: everything runs as always, and the program that it yields can run it again.
+
+    held: contiguous tensors that somebody may give other memory to; `Program.in_place` looks at them.
+    """
     program = Program()
     try:
+        for tensor in held:
+            hold(tensor)
         with _Watch(program):
             yield program
     finally:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -177,35 +176,37 @@ class _RecordedStep:
         self.logits: Tensor | None = None
         for module in model.modules():
             base.watch(module)
-        # Where the weights lie: of their `data` no epoch tells.
-        self.weights = [*model.parameters(), *model.buffers()]
-        self.places = self._places()
-
-    def _places(self) -> list[tuple[int, bool]]:
-        return [(weight.data_ptr(), weight.is_contiguous()) for weight in self.weights]
+        # The same memory for NumPy: a step is written in microseconds, with nothing of torch in between.
+        step = self.step
+        self.rows = {
+            name: tensor.numpy()
+            for name, tensor in vars(step).items()
+            if isinstance(tensor, Tensor) and name != "input_ids"
+        }
+        self.ids = step.input_ids[0].numpy()
+        self.tables = [(table.slots.numpy(), table.block_table.numpy()) for table in step.tables]
 
     def serves(self, sessions: Sequence["Session"]) -> bool:
-        """Whether the weights lie where they lay, and there is room for the sessions' pages."""
+        """Whether the weights lie where they lay (of their `data` no epoch tells), and there is room for all pages."""
         fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
-        return fits and self._places() == self.places
+        return fits and self.program.in_place
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step's tensors those of these rows; the rest become inert."""
-        n, step = len(ids), self.step
-        at = np.array([session.n_past for session in sessions])
-        for tensor, values, rest in [
-            (step.input_ids[0], ids, 0),
-            (step.positions, at, 0),
-            (step.row_seq, range(n), -1),
-            (step.row_pos, at, 0),
-            (step.row_end, at + 1, 0),
-            (step.row_context, [session.n_ctx for session in sessions], 0),
-            *([] if step.state_slots is None else [(step.state_slots, [s.sequence.state for s in sessions], -1)]),
-        ]:
-            array = tensor.numpy()
-            array[:n], array[n:] = values, rest
-        for group, table in enumerate(step.tables):
-            slots, blocks = table.slots.numpy(), table.block_table.numpy()
+        n, rows = len(ids), self.rows
+        self.ids[:n], self.ids[n:] = ids, 0
+        rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
+        for i, session in enumerate(sessions):
+            at = session.n_past
+            rows["positions"][i] = rows["row_pos"][i] = at
+            rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
+            if "state_slots" in rows:
+                rows["state_slots"][i] = session.sequence.state
+        for name in ("positions", "row_pos", "row_end", "row_context"):
+            rows[name][n:] = 0
+        if "state_slots" in rows:
+            rows["state_slots"][n:] = -1
+        for group, (slots, blocks) in enumerate(self.tables):
             slots[n:] = -1
             for i, session in enumerate(sessions):
                 pages = session.sequence.tables[group]
@@ -219,12 +220,12 @@ class _RecordedStep:
             self.program.run()
         else:
             _profiles.append(self.program.profile())
-        return _copy(self.logits[: len(ids)])
+        return self.result(len(ids))
 
-
-def _copy(logits: Tensor) -> Tensor:
-    """A copy by one thread: torch's own wakes all of them, which then spin for milliseconds in the way of others."""
-    return torch.from_numpy(logits.numpy().copy())
+    def result(self, n: int) -> Tensor:
+        """Logits of the first n rows, f32 [n, V]: a copy by one thread. torch's own wakes all of them, which then spin
+        for milliseconds in the way of others."""
+        return torch.from_numpy(self.logits.numpy()[:n].copy())
 
 
 def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
@@ -232,9 +233,10 @@ def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
     recorded = _RecordedStep(model, pool, rows, blocks)
     recorded.write(sessions, ids)
     registry.count_call("step", "eager")
-    with shared_activations(), recording() as recorded.program:
+    weights = [*model.parameters(), *model.buffers()]
+    with shared_activations(), recording(weights) as recorded.program:
         recorded.logits = model(recorded.step.input_ids, step=recorded.step).logits[0]
-    return recorded, _copy(recorded.logits[: len(ids)])
+    return recorded, recorded.result(len(ids))
 
 
 def _find_obstacle(model: nn.Module) -> _Obstacle | None:

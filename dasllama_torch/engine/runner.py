@@ -108,7 +108,7 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         rows = graphs.run(present, tokens) if len(logit_rows) == len(tokens) == len(present) else None
         if rows is None:
             rows = _forward(sessions[0].model, _step(present, tokens, row_seq, row_pos, logit_rows))
-        rows = rows.split(wanted_of)
+        rows = [rows] if len(present) == 1 else rows.split(wanted_of)
     except BaseException:
         for session in present:
             session.sequence.abandon()

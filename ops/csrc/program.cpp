@@ -1,6 +1,7 @@
 // Recording programs and running them: the C functions that ops/program.py calls.
 #include "program.h"
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <chrono>
@@ -17,6 +18,16 @@ thread_local std::string error;
 }  // namespace
 
 Program* recording() { return current; }
+
+namespace {
+
+void hold(const torch::stable::Tensor& tensor) {
+  if (current) current->held.push_back({tensor, tensor.const_data_ptr()});
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(dasllama, CPU, m) { m.impl("hold", TORCH_BOX(&hold)); }
 
 }  // namespace dasllama
 
@@ -40,6 +51,13 @@ DASLLAMA_EXPORT int64_t dasllama_program_size(const void* program) {
 
 DASLLAMA_EXPORT const char* dasllama_program_op(const void* program, int64_t i) {
   return static_cast<const Program*>(program)->entries[static_cast<size_t>(i)].op;
+}
+
+// Whether the tensors that are held lie where they lay when they were recorded.
+DASLLAMA_EXPORT int dasllama_program_in_place(const void* program) {
+  for (const Program::Held& held : static_cast<const Program*>(program)->held)
+    if (held.tensor.const_data_ptr() != held.data || !held.tensor.is_contiguous()) return 0;
+  return 1;
 }
 
 DASLLAMA_EXPORT void dasllama_program_free(void* program) {

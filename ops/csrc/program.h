@@ -20,7 +20,13 @@ struct Program {
     std::function<void()> body;
     std::vector<torch::stable::Tensor> kept;  // whose memory the body reads and writes
   };
+  // A tensor that others may give other memory to (`tensor.data = ...`), and the memory that the bodies know.
+  struct Held {
+    torch::stable::Tensor tensor;
+    const void* data;
+  };
   std::vector<Entry> entries;
+  std::vector<Held> held;
   std::string refused;  // why the record is not the whole of what happened, or empty
   bool shared = false;  // some op has work for more than one thread
 };
