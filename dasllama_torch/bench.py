@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dasllama_torch.api import create_session
 from dasllama_torch.engine import graphs
@@ -145,8 +144,8 @@ def random_ids(model: CausalLM, n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class OpRow:
-    """Calls of one op on one shape. seconds and cost are of all of them; cost is None where a recorded step did several
-    ops as one."""
+    """Calls of one op on one shape. seconds, bytes and operations are of all of them; the latter are 0 where a recorded
+    step did several ops as one."""
 
     op: str
     work: str
@@ -170,7 +169,7 @@ def profile_prefill(session: Session, ids: Sequence[int]) -> list[OpRow]:
     """
     with graphs.sharing(session.model), _Watch() as watch:
         session.eval(ids)
-    return _rows((name, cost, seconds) for name, cost, seconds in watch.calls)
+    return _rows(watch.calls)
 
 
 def profile_decode(session: Session, ids: Sequence[int]) -> list[OpRow]:
@@ -219,22 +218,14 @@ def profile(model: CausalLM, prompt: int, generate: int, depth: int, kv_dtype: s
     return found
 
 
-class _Watch(TorchDispatchMode):
-    """Notes name, cost and seconds of each op of this package; a sum, product or copy of torch's becomes ours, as in a
-    recorded step."""
+class _Watch(program.OpMode):
+    """Notes name, cost and seconds of each op of this package, as recorded steps have them."""
 
     def __init__(self):
         super().__init__()
         self.calls: list[tuple[str, Cost, float]] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As of `program.recording`: torch._dynamo takes seconds to import."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        func, args = program.ours(func, args, kwargs)
+    def call(self, func, args, kwargs):
         start = time.perf_counter()
         result = func(*args, **kwargs)
         spent = time.perf_counter() - start

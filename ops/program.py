@@ -116,21 +116,29 @@ def recording(held: Iterable[Tensor] = ()):
         program.refused = program.refused or refused
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every op of the forward; sums, products and copies of torch become ours."""
+class OpMode(TorchDispatchMode):
+    """Sees every op of a forward as `call(func, args, kwargs)`, which returns its result; sums, products and copies of
+    torch become ours."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Asked by torch when the class is made: True would import torch._dynamo, for seconds, at the first use."""
         return False
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        func, args = ours(func, args, kwargs)
+        return self.call(func, args, kwargs)
+
+
+class _Watch(OpMode):
+    """Makes the program void where something happens that it does not record."""
+
     def __init__(self, program: Program):
         super().__init__()
         self.program = program
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        func, args = ours(func, args, kwargs)
+    def call(self, func, args, kwargs):
         result = func(*args, **kwargs)
         if func.namespace == "dasllama":
             if self.program.last != func._schema.name.removeprefix("dasllama::"):

@@ -95,29 +95,33 @@ struct Decoded32 : T {
   DASLLAMA_INLINE void scales(int i, Floats& d, Floats&) const { d = T::d(strip.row[0], k + i * kGroup, strip.offset); }
 };
 
+// Where a source of blocks of 256 stands, and what all of them say of it.
 template <class T>
-struct Packed256 : T {
+struct Source256 : T {
   const Strip& strip;
   int64_t at = 0;
 
-  explicit Packed256(const Strip& strip) : strip(strip) {}
-  DASLLAMA_INLINE void begin(int64_t block) { at = block * T::kBytes; }
-  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
-    if (step == 0) strip.prefetch(r, at, T::kBytes);
-    T::unpack(strip.row[r] + at, step, w);
-  }
+  explicit Source256(const Strip& strip) : strip(strip) {}
   DASLLAMA_INLINE Ints x(int, int, Ints a) const { return a; }
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
 template <class T>
-struct Decoded256 : T {
+struct Packed256 : Source256<T> {
+  using Source256<T>::Source256, Source256<T>::strip, Source256<T>::at;
+  DASLLAMA_INLINE void begin(int64_t block) { at = block * T::kBytes; }
+  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
+    if (step == 0) strip.prefetch(r, at, T::kBytes);
+    T::unpack(strip.row[r] + at, step, w);
+  }
+};
+
+template <class T>
+struct Decoded256 : Source256<T> {
+  using Source256<T>::Source256, Source256<T>::strip, Source256<T>::at;
   static constexpr int group(int step, int, int i) { return step * kUnits + i; }
-  const Strip& strip;
-  int64_t at = 0;
   alignas(64) uint8_t q[kLanes][256];
 
-  explicit Decoded256(const Strip& strip) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t block) {
     at = block * T::kBytes;
     for (int r = 0; r < kLanes; r++) {
@@ -128,22 +132,18 @@ struct Decoded256 : T {
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
     take_parts<T::kParts>(q[r] + 16 * kUnits * T::kParts * step, w);
   }
-  DASLLAMA_INLINE Ints x(int, int, Ints a) const { return a; }
-  DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
 // Without signs weights need no bias, two of their pairs' sums fit into 16 bits, and points go from their grid to registers.
 template <class T>
-struct Signed256 : T {
+struct Signed256 : Source256<T> {
+  using Source256<T>::Source256, Source256<T>::strip, Source256<T>::at;
   static_assert(T::kParts == 1, "x() and unpack() take the elements in their order");
   static constexpr int kMax = T::kBias, kBias = 0;
   static constexpr int group(int step, int, int i) { return step * kUnits + i; }
-  const Strip& strip;
-  int64_t at = 0;
   alignas(64) uint16_t index[kLanes][32];
   alignas(64) uint8_t signs[kLanes][32];
 
-  explicit Signed256(const Strip& strip) : strip(strip) {}
   DASLLAMA_INLINE void begin(int64_t block) {
     at = block * T::kBytes;
     for (int r = 0; r < kLanes; r++) {
@@ -155,7 +155,6 @@ struct Signed256 : T {
   DASLLAMA_INLINE Ints x(int r, int step, Ints a) const {
     return plus_minus(zero_ints(), a, signs[r] + kPiece / 8 * step);
   }
-  DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
 // The source for few rows of x; the signs of a grid's points would be given to each of many rows again.
