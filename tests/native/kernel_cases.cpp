@@ -168,7 +168,8 @@ struct Cases {
           for (double temp : {0.0, 0.7, 3.0})
             for (double draw = 0; draw < 1; draw += 0x1p-5)
               tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, 3, changed.data(),
-                                               changed_to.data(), e.data(), list.data(), spare.data(), ids.data(), blocks.data()}));
+                                               changed_to.data(), e.data(), list.data(), spare.data(), ids.data(),
+                                               blocks.data()}));
           put(tokens, "sample_token", top_k, top_p, min_p);
         }
   }

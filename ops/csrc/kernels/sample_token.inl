@@ -40,7 +40,8 @@ static Largest find_largest(const SampleArgs& a) {
     const int64_t end = std::min(begin + kSampleBlock, a.V);
     if (a.penalized) {
       std::copy(a.logits + begin, a.logits + end, a.e + begin);
-      for (; next < a.penalized && a.penalized_ids[next] < end; next++) a.e[a.penalized_ids[next]] = a.penalized_logits[next];
+      for (; next < a.penalized && a.penalized_ids[next] < end; next++)
+        a.e[a.penalized_ids[next]] = a.penalized_logits[next];
     }
     f32x16 even = splat16(-INFINITY), odd = even;
     i32x16 numbers = less(even, inf);
@@ -140,7 +141,7 @@ struct Cut {
 };
 
 // The fewest of the largest elements whose weight reaches target, of v, whose weight is total. list and spare: memory for
-// v and 16 elements more.
+// v and 16 elements more; blocks: for sums of v's blocks.
 template <bool kMass>
 static Cut find_cut(const float* v, int64_t n, double total, double target, float* list, float* spare,
                     double* blocks) {
