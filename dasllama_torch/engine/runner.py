@@ -36,12 +36,17 @@ def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str
     asked = [len(tokens) for tokens in ids]
     ids = [s.pending + [int(token) for token in tokens] for s, tokens in zip(sessions, ids, strict=True)]
     _check(sessions, ids)
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    marks = {
+        i: s.prefix_cache.marks(s, len(tokens))
+        for i, (s, tokens) in enumerate(zip(sessions, ids, strict=True))
+        if s.prefix_cache
+    }
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, marks)
     _check_memory(sessions, windows)
     kept: list[list[Tensor]] = [[] for _ in sessions]
     with torch.inference_mode():
         for window in windows:
-            _run_window(sessions, ids, window, logits, kept)
+            _run_window(sessions, ids, window, logits, kept, marks)
     results: list[Tensor | None] = []
     for session, n, rows in zip(sessions, asked, kept, strict=True):
         session.logits = rows[-1][-1] if rows else None
@@ -90,7 +95,9 @@ def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None
     sessions[0].pool.require(forecast.most)
 
 
-def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
+def _run_window(
+    sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]], marks: dict[int, list[int]]
+) -> None:
     """One forward: rows of some sessions, whose tokens count as evaluated once it is done."""
     tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
     for seq, chunk in enumerate(window):
@@ -117,6 +124,8 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
         session = sessions[chunk.index]
         session.tokens += ids[chunk.index][chunk.start : chunk.stop]
         session.pending, session.logits = [], None
+        if session.prefix_cache:
+            session.prefix_cache.note(session, chunk.stop - chunk.start, chunk.stop in marks[chunk.index])
         session.sequence.advance(chunk.stop - chunk.start)
         if wanted:
             kept[chunk.index].append(part)
