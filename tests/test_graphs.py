@@ -88,6 +88,46 @@ def test_larger_batches_and_prompts_are_eager(model):
     assert steps == {"eager": 1}
 
 
+HOLD = {
+    "the tensor": lambda logits: logits,
+    "a view": lambda logits: logits[3:],
+    "a detached view": lambda logits: logits.detach()[3:],
+    "an array": lambda logits: logits.numpy(),
+    "a buffer": lambda logits: memoryview(logits.numpy())[3:],
+    "the storage": lambda logits: logits.untyped_storage(),
+    "a view of other type": lambda logits: logits.view(torch.int32),
+}
+
+
+def _bytes(held) -> bytes:
+    return bytes(held.numpy() if isinstance(held, torch.Tensor) else held)
+
+
+@pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
+def test_logits_that_are_kept_stay(model, hold):
+    """Steps write logits into the memory of earlier ones, but not while anybody can see it."""
+    ids = text(31, 40)
+    with dl.create_session(model, n_ctx=64) as session:
+        session.eval(ids[:5])
+        wanted = [_bytes(hold(session.eval([token]))) for token in ids[5:30]]
+        session.truncate(5)
+        kept = [hold(session.eval([token])) for token in ids[5:30]]
+        assert [_bytes(held) for held in kept] == wanted
+        del kept
+        addresses = {session.eval([token]).data_ptr() for token in ids[30:40]}
+    assert len(addresses) <= 2  # one that the session holds, and one to write to
+
+
+def test_logits_may_be_changed(model):
+    with dl.create_session(model, n_ctx=64) as session:
+        for token in (None, 5, 6, 7, 8):
+            logits = session.eval(text(32, 5)) if token is None else session.eval([token])
+            logits[session.sample()] = -torch.inf
+            logits += 1  # of an ordinary tensor, which is the session's too
+            best = logits.argmax().item()
+            assert session.sample() == best
+
+
 def test_threads(model, threads):
     ids = text(14, 40)
     results = []
