@@ -140,15 +140,10 @@ class PrefixTree:
         """Let an empty sequence hold the blocks of a match that is not empty."""
         blocks, n = match.blocks, match.length
         tables = [[block.pages[g] for block in blocks] for g in range(len(self.pool.groups))]
-        for g, group in enumerate(self.pool.groups):
+        for group, table in zip(self.pool.groups, tables, strict=True):
             unseen = self.pool.first_seen(group, n)
-            tables[g][:unseen] = [-1] * unseen
-            for block in blocks[unseen:]:
-                if group.window:
-                    self._parts.move_to_end((block, g))
+            table[:unseen] = [-1] * unseen
         sequence.adopt(n, tables, blocks[-1].state)
-        if blocks[-1].state >= 0:
-            self._parts.move_to_end((blocks[-1], _STATE))
         for block in blocks:
             block.hits += 1
         self._touch(blocks)
@@ -241,10 +236,16 @@ class PrefixTree:
         return path[::-1]
 
     def _touch(self, chain: list[Block]) -> None:
-        """The blocks have been used. A block is always used with those before it, and they after it: so it goes before
-        them."""
+        """The blocks have been used, those before a block after it, so that it goes before them; and what it takes to
+        go on behind the last that allows it."""
         for block in reversed(chain):
             self._parts.move_to_end((block, _BLOCK))
+        n = next((n for n in range(len(chain), 0, -1) if self._resumes(chain, n)), 0)
+        for g in self._windowed:
+            for block in chain[self.pool.first_seen(self.pool.groups[g], n * self.pool.page_rows) : n]:
+                self._parts.move_to_end((block, g))
+        if n and self.pool.states:
+            self._parts.move_to_end((chain[n - 1], _STATE))
 
     def _keep_page(self, block: Block, group: int, page: int) -> None:
         self.pool.groups[group].pages.keep(page)
