@@ -1,5 +1,6 @@
 """Recorded steps: the modules' own results to the bit, and no longer than they are what the modules would do."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -243,6 +244,28 @@ def test_other_code_in_the_place_of_a_method_runs(model, monkeypatch):
         _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
     assert steps == {"eager": 3}
     assert "compiled" in graphs.why_not(model)
+
+
+def test_a_method_that_is_replaced_on_its_class_runs(model, monkeypatch):
+    calls = []
+    forward = RMSNorm.forward
+
+    @functools.wraps(forward)
+    def counting(self, x):
+        calls.append(1)
+        return forward(self, x)
+
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        monkeypatch.setattr(RMSNorm, "forward", counting)
+        _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
+        assert steps == {"eager": 3}
+        assert calls
+        assert "a forward that is not of this package" in graphs.why_not(model)
+        monkeypatch.undo()
+        _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
+    assert steps == {"eager": 1, "recorded": 2}
 
 
 def test_a_hook_takes_effect_and_its_removal_too(model):

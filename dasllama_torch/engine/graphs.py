@@ -293,16 +293,33 @@ def find_obstacle(model: nn.Module) -> _Obstacle | None:
     for name, module in model.named_modules():
         name = name or "the model"
         # Others may do more than ops, and do not tell of their changes.
-        if not isinstance(module, base.Watched) or not type(module).__module__.startswith("dasllama_torch."):
+        if not isinstance(module, base.Watched) or not _is_ours(type(module).__module__):
             return _Obstacle(f"{name} is a {type(module).__name__}, which is not of this package")
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return _Obstacle(f"a hook of {name}", lasting=False)  # no epoch tells of its removal
+        if foreign := _foreign_method(type(module)):
+            return _Obstacle(f"{name} has a {foreign} that is not of this package")
         own = [key for key, value in module.__dict__.items() if callable(value) and hasattr(type(module), key)]
         if own:
             return _Obstacle(f"{name} has a {own[0]} of its own")
         if module._compiled_call_impl is not None:
             return _Obstacle(f"{name} is compiled")
     return None
+
+
+def _foreign_method(cls: type) -> str:
+    """A method of a class of this package that others have put there, or ""."""
+    for base_class in filter(lambda c: _is_ours(c.__module__), cls.__mro__):
+        for name, method in vars(base_class).items():
+            # A wrapper may have taken over the name of the module, but not its globals.
+            home = getattr(method, "__globals__", {}).get("__name__", "")
+            if callable(method) and not isinstance(method, type) and not _is_ours(home):
+                return name
+    return ""
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("dasllama_torch.")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
