@@ -209,7 +209,7 @@ class Pool(RuleBasedStateMachine):
             for k, (i, ids) in enumerate(batch.items())
             if self.sessions[i].prefix_cache
         }
-        for window in plan_windows(list(map(len, batch.values())), MAX_ROWS, marks):
+        for window in plan_windows(list(map(len, batch.values())), MAX_ROWS, marks=marks):
             chunks = [(streams[list(batch)[c.index]], list(batch.values())[c.index][c.start : c.stop]) for c in window]
             for stream, ids in chunks:
                 stream.write(ids, holders(streams))

@@ -538,14 +538,21 @@ def test_contexts_with_other_frequencies_do_not_mix(load):
 
 
 def test_windows_end_at_marks():
-    windows = plan_windows([9, 2, 5], 8, {0: [3, 8], 2: [5]})
+    windows = plan_windows([9, 2, 5], 8, marks={0: [3, 8], 2: [5]})
     assert [[(c.index, c.start, c.stop, c.last, c.marked) for c in w] for w in windows] == [
         [(0, 0, 3, False, True)],
         [(0, 3, 8, False, True)],
         [(0, 8, 9, True, False), (1, 0, 2, True, False), (2, 0, 5, True, True)],
     ]
+    # Rows that see each other stay together.
+    windows = plan_windows([10], 8, {0: (2, 9)}, {0: [1, 4, 8, 9]})
+    assert [[(c.start, c.stop, c.marked) for c in w] for w in windows] == [
+        [(0, 1, True)],
+        [(1, 9, True)],
+        [(9, 10, False)],
+    ]
     # A mark at the end of a sequence does not keep others out of its window.
-    assert [len(window) for window in plan_windows([1] * 8, 8, {i: [1] for i in range(0, 8, 2)})] == [8]
+    assert [len(window) for window in plan_windows([1] * 8, 8, marks={i: [1] for i in range(0, 8, 2)})] == [8]
 
 
 def test_where_states_are_kept(load):

@@ -129,8 +129,8 @@ class PrefixTree:
             chain.append(child)
             block = child
         agreed = len(chain) * rows
-        rest = _content(ids, spans, agreed, min(agreed + rows, len(ids)))
-        ahead = max((_agreed(child.content, rest) for child in block.children), default=0)
+        rest = content_of(ids, spans, agreed, min(agreed + rows, len(ids)))
+        ahead = max((n_common(child.content, rest) for child in block.children), default=0)
         n = min(len(chain), max(0, len(ids) - 1) // rows)
         while n and not (self._resumes(chain, n) and _is_between(spans, n * rows)):
             n -= 1
@@ -285,22 +285,22 @@ def _digest(parent: bytes, content: Content) -> bytes:
 def _contents(ids: Sequence[int], spans: Iterable[Span], rows: int) -> Iterator[Content]:
     """Contents of the full blocks of a history, up to the first one whose rows are not all known."""
     for start in range(0, len(ids) - rows + 1, rows):
-        content = _content(ids, spans, start, start + rows)
+        content = content_of(ids, spans, start, start + rows)
         known = (range(first, last) for first, last, digest in content.media if digest)
         if sum(len(rows) + min(0, rows.start) for rows in known) < content.ids.count(EMBEDDED):
             return
         yield content
 
 
-def _content(ids: Sequence[int], spans: Iterable[Span], start: int, stop: int) -> Content:
+def content_of(ids: Sequence[int], spans: Iterable[Span], start: int, stop: int) -> Content:
     media = ((s.start - start, min(s.stop, stop) - start, s.digest) for s in spans if s.start < stop and s.stop > start)
     return Content(tuple(ids[start:stop]), tuple(media))
 
 
-def _agreed(held: Content, wanted: Content) -> int:
-    """How many rows of a block, or of its beginning, are the same."""
+def n_common(held: Content, wanted: Content) -> int:
+    """How many of the first rows are the same."""
     pairs = enumerate(zip(held.ids, wanted.ids, strict=False))
-    n = next((at for at, (one, other) in pairs if one != other), len(wanted.ids))
+    n = next((at for at, (one, other) in pairs if one != other), min(len(held.ids), len(wanted.ids)))
     return min([n, *(max(0, first) for first, _, _ in set(held.media) ^ set(wanted.media))])
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import Match, PrefixChain, PrefixTree
 from dasllama_torch.engine import graphs
+from dasllama_torch.engine.embeddings import Embeddings, Prompt
 from dasllama_torch.engine.session import Session, Stats
 from dasllama_torch.errors import DasllamaError
 from dasllama_torch.modules import base
@@ -45,30 +46,32 @@ class PrefixCache:
         self._contexts = sorted({rope.long.original_context for rope in ropes})
         self._closed = False
 
-    def attach(self, session: Session, ids: Sequence[int]) -> int:
-        """Let an empty session hold the longest kept prefix of a prompt, in whole pages and without the prompt's last
-        token, whose logits are wanted. Returns its length; the caller evaluates the rest. Sessions do so by themselves
+    def attach(self, session: Session, prompt: Sequence[int | Embeddings]) -> int:
+        """Let an empty session hold the longest kept prefix of a prompt, ids and embeddings between them: in whole
+        pages, without the prompt's last token, whose logits are wanted, and with embeddings from beginning to end or
+        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves
         in `eval`, `generate` and `prefill`."""
         self._check(session)
         if session.n_past:
             raise ValueError(f"wanted an empty session, found one of {session.n_past} tokens")
-        match = self.find(session, ids)
-        self.take(session, ids, match)
+        prompt = Prompt.of(prompt)
+        match = self.find(session, prompt)
+        self.take(session, prompt, match)
         difference = match.agreed if match.differs else None
-        session.stats = Stats(n_prompt=len(ids), reused_tokens=match.length, first_difference=difference)
+        session.stats = Stats(n_prompt=len(prompt.ids), reused_tokens=match.length, first_difference=difference)
         return match.length
 
-    def find(self, session: Session, ids: Sequence[int]) -> Match:
+    def find(self, session: Session, prompt: Prompt) -> Match:
         """What is kept of a prompt of the session."""
-        if self._closed or self._state() is None or len(ids) > session.n_ctx:
+        if self._closed or self._state() is None or len(prompt.ids) > session.n_ctx:
             return Match([], 0, 0, False)
-        return self._tree.find(self._root(session), ids)
+        return self._tree.find(self._root(session), prompt.ids, prompt.spans)
 
-    def take(self, session: Session, ids: Sequence[int], match: Match) -> None:
+    def take(self, session: Session, prompt: Prompt, match: Match) -> None:
         """`attach` of what was found."""
         if match.length:
             self._tree.attach(match, session.sequence)
-            session.tokens = [int(token) for token in ids[: match.length]]
+            session.hold_attached(prompt, match.length)
             session.origin = self._state()
 
     def insert(self, session: Session, with_state: bool = True) -> None:
@@ -76,7 +79,7 @@ class PrefixCache:
         themselves when a page is full."""
         self._check(session)
         if session.origin is not None and session.origin == self._state():
-            self._tree.insert(self._root(session), session.tokens, (), session.sequence, with_state)
+            self._tree.insert(self._root(session), session.tokens, session.spans, session.sequence, with_state)
 
     def marks(self, session: Session, n: int) -> list[int]:
         """Where an evaluation of n further tokens has to stop so that recurrent states can be kept, in tokens."""

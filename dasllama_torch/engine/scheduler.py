@@ -18,24 +18,35 @@ class Chunk:
 
 
 def plan_windows(
-    lengths: Sequence[int], max_rows: int, marks: Mapping[int, Sequence[int]] = MappingProxyType({})
+    lengths: Sequence[int],
+    max_rows: int,
+    whole: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+    marks: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> list[list[Chunk]]:
     """Cut sequences of new tokens into windows of at most max_rows rows, in order, filling each window before the
     next.
 
-    marks: index -> tokens behind which a window must end for that sequence, ascending.
+    whole: index -> tokens [first, end) of that sequence that must stand in one window; one that they alone exceed is as
+    large as they are. marks: index -> tokens behind which a window must end for that sequence, ascending; not if that
+    is within `whole`.
     """
     windows: list[list[Chunk]] = []
     room = 0
     for index, length in enumerate(lengths):
-        start, wanted = 0, marks.get(index, ())
+        start = 0
+        first, end = whole.get(index, (length, length))
         while start < length:
-            if not room:
+            if not room or (start == first and room < end - first):
                 windows.append([])
-                room = max_rows
-            end = min(length, start + room)
-            stop = next((mark for mark in wanted if start < mark <= end), end)
-            windows[-1].append(Chunk(index, start, stop, stop == length, stop in wanted))
-            room = room - (stop - start) if stop == end else 0
+                room = max(max_rows, end - first if start == first else 0)
+            stop = min(length, start + room)
+            if start < first < stop < end:
+                stop = first
+            inside = (mark for mark in marks.get(index, ()) if start < mark <= stop and not first < mark < end)
+            mark = next(inside, None)
+            if mark is not None and mark < stop:
+                stop, room = mark, mark - start  # others could fill the window, but this sequence goes on in another
+            windows[-1].append(Chunk(index, start, stop, stop == length, stop == mark))
+            room -= stop - start
             start = stop
     return windows

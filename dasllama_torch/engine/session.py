@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import runner
-from dasllama_torch.errors import ContextFull, DasllamaError
+from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
+from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
@@ -62,7 +64,9 @@ class Stats:
 class Session:
     """One stream over a model: its tokens, what it holds in a pool, its random generator.
 
-    tokens: the ids evaluated; n_past: how many. logits: f32 [V] after the last of them, None before any.
+    tokens: the ids evaluated, -1 for a row of embeddings; n_past: how many. spans: which rows are embeddings.
+    rope_delta: rotary position of the next token less n_past, not 0 behind embeddings with positions of their own
+    (transformers: `rope_deltas`). logits: f32 [V] after the last of them, None before any.
     pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
     n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last prompt.
     prefix_cache: see `create_session`. sequence: its pages and states, which go back to the pool with `close`, at the
@@ -76,6 +80,8 @@ class Session:
         self.origin: int | None = None  # what the prefix cache knows its tokens' forwards by
         self.sequence = CacheSequence(pool, rewind)
         self.tokens: list[int] = []
+        self.spans: list[Span] = []
+        self.rope_delta = 0
         self.pending: list[int] = []
         self.logits: Tensor | None = None
         self.stats = Stats()
@@ -86,8 +92,8 @@ class Session:
     def n_past(self) -> int:
         return len(self.tokens)
 
-    def eval(self, ids: Sequence[int], logits: str | None = "last") -> Tensor | None:
-        """Evaluate ids at the end of the session and advance it; none are needed if a token is pending.
+    def eval(self, ids: Sequence[int] | Embeddings, logits: str | None = "last") -> Tensor | None:
+        """Evaluate ids, or embeddings, at the end of the session and advance it; none are needed if a token is pending.
 
         logits: "last" returns f32 [V] of the last position, "all" f32 [len(ids), V], None returns nothing and skips the
         head. Where the session is empty and has a prefix cache, what that holds of the ids is not evaluated again,
@@ -95,46 +101,101 @@ class Session:
         """
         return eval_batch([self], [ids], logits)[0]
 
-    def prefill(self, ids: Sequence[int]) -> Tensor:
-        """Make ids the tokens of the session, all of them, and return the logits f32 [V] after the last.
+    def prefill(self, prompt: Sequence[int | Embeddings]) -> Tensor:
+        """Make a prompt all that the session holds, and return the logits f32 [V] after it: ids, and embeddings between
+        them.
 
-        Evaluated is only what the session does not hold of them yet, nor its prefix cache: of a chat's next turn the
-        new messages, and where its history was rendered anew what follows the first difference. A session goes back to
-        that like `truncate`, so layers with a window or a recurrent state may have to go back further: to a checkpoint,
-        to what a prefix cache keeps, or to the beginning. Never less than the last token is evaluated, except that
-        nothing is if the session stands there already. `stats` counts both kinds.
+        Evaluated is only what the session does not hold of it yet, nor its prefix cache: of a chat's next turn the new
+        messages, and where its history was rendered anew what follows the first difference. A session goes back to that
+        like `truncate`, so layers with a window or a recurrent state may have to go back further: to a checkpoint, to
+        what a prefix cache keeps, or to the beginning. The last token is always evaluated, unless the session stands
+        behind it already. `stats` counts both kinds.
 
-        Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of ids.
+        Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
+        prompt.
         """
         self._check_open()
-        ids = [int(token) for token in ids]
-        if not ids:
+        prompt = Prompt.of(prompt)
+        n = len(prompt.ids)
+        if not n:
             raise ValueError("no ids to evaluate: wanted at least one")
-        if len(ids) > self.n_ctx:
-            raise ContextFull(f"{len(ids)} tokens exceed the session's context, n_ctx={self.n_ctx}")
-        self.stats = stats = Stats(n_prompt=len(ids))
+        if n > self.n_ctx:
+            raise ContextFull(f"{n} tokens exceed the session's context, n_ctx={self.n_ctx}")
+        self.stats = stats = Stats(n_prompt=n)
         start = time.perf_counter()
-        if ids == self.tokens and self.logits is not None:
-            stats.reused_tokens, self.pending = len(ids), []
+        if prompt.ids == self.tokens and prompt.spans == self.spans and self.logits is not None:
+            stats.reused_tokens, self.pending = n, []
             return self.logits
-        held = self.tokens + self.pending
-        shorter = min(len(ids), len(held))
-        agreed = next((i for i in range(shorter) if ids[i] != held[i]), shorter)
-        differs = agreed < shorter
-        reused = self.sequence.reachable(min(agreed, self.n_past, len(ids) - 1))
-        if self.prefix_cache:
-            match = self.prefix_cache.find(self, ids)
-            if match.agreed > agreed or not held:
-                agreed, differs = match.agreed, match.differs
-            if match.length > reused:
-                self.truncate(0)
-                self.prefix_cache.take(self, ids, match)
-                reused = match.length
-        self.truncate(reused)
-        stats.reused_tokens, stats.first_difference = reused, agreed if differs else None
-        (logits,) = runner.run([self], [ids[reused:]], "last")
+        stats.reused_tokens, stats.first_difference = self._go_back(prompt)
+        *parts, last = prompt.rest(stats.reused_tokens)
+        for part in parts:
+            runner.run([self], [part], None)
+        (logits,) = runner.run([self], [last], "last")
         stats.prefill_s = time.perf_counter() - start
         return logits
+
+    def _attach(self, ids: Sequence[int] | Embeddings) -> int:
+        """How many of ids an empty session takes from its prefix cache."""
+        cache = self.prefix_cache
+        if self.tokens or cache is None or not cache.is_open or isinstance(ids, Embeddings):
+            return 0
+        return cache.attach(self, ids)
+
+    def _go_back(self, prompt: Prompt) -> tuple[int, int | None]:
+        """Hold as much of a prompt as can be had without an evaluation, and nothing else: how much, and `Stats`'
+        first_difference."""
+        held = self.tokens + self.pending
+        wanted = content_of(prompt.ids, prompt.spans, 0, len(prompt.ids))
+        same = n_common(content_of(held, self.spans, 0, len(held)), wanted)
+        difference = same if same < min(len(held), len(prompt.ids)) else None
+        reused = self.sequence.reachable(min(same, self.n_past, len(prompt.ids) - 1))
+        while span := next((span for span in prompt.spans if span.start < reused < span.stop), None):
+            reused = self.sequence.reachable(span.start)
+        if self.prefix_cache:
+            match = self.prefix_cache.find(self, prompt)
+            if match.agreed > same or not held:
+                difference = match.agreed if match.differs else None
+            if match.length > reused:
+                self.truncate(0)
+                self.prefix_cache.take(self, prompt, match)
+                reused = match.length
+        self.truncate(reused)
+        return reused, difference
+
+    def eval_embd(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval` of rows of embeddings f32 [n, C] in place of ids, each of which sees those before it; see
+        `Embeddings`."""
+        return self.eval(Embeddings(rows), logits)
+
+    def eval_embd_span(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval_embd` of rows that see each other, too: a picture of gemma3 or gemma4. They go through the model in one
+        forward, however many. Raises UnsupportedModel where rows cannot see those after them."""
+        return self.eval(Embeddings(rows, causal=False), logits)
+
+    def eval_embd_span_mrope(
+        self, rows: Tensor, positions: Tensor, causal: bool = True, logits: str | None = "last"
+    ) -> Tensor | None:
+        """`eval_embd` of rows with positions int64 [n, 3]: time, height and width, counted from the session's next
+        rotary position (n_past + rope_delta). Text goes on behind the largest of them.
+
+        causal: as pictures of the Qwen models are, in transformers and llama.cpp; False as in `eval_embd_span`. Raises
+        UnsupportedModel for a model without M-RoPE.
+        """
+        return self.eval(Embeddings(rows, causal, positions), logits)
+
+    def hold(self, given: Embeddings, n: int) -> None:
+        """The last tokens of the session are the first n rows of the embeddings; fewer may have been noted before."""
+        span = given.span(self.n_past - n).until(self.n_past)
+        self._set_spans([*(other for other in self.spans if other.start < span.start), span])
+
+    def hold_attached(self, prompt: Prompt, n: int) -> None:
+        """The session's sequence has come to hold the first n rows of a prompt."""
+        self.tokens = prompt.ids[:n]
+        self._set_spans([span for span in prompt.spans if span.start < n])
+
+    def _set_spans(self, spans: list[Span]) -> None:
+        self.spans = spans
+        self.rope_delta = sum(span.advance - (span.stop - span.start) for span in spans)
 
     def fork(self) -> "Session":
         """A new session that stands where this one does, whatever is done to either afterwards: with its tokens, its
@@ -150,6 +211,7 @@ class Session:
         fork.origin = self.origin
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
+        fork._set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
         fork._generator.set_state(self._generator.get_state())
         return fork
@@ -164,12 +226,20 @@ class Session:
         """Forget all tokens but the first n, and checkpoints after them.
 
         Layers that see all keys go back anywhere, windowed ones at least `rewind` tokens or to a checkpoint, recurrent
-        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach.
+        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach, and for an n
+        within a non-causal span, whose rows have seen those that would go.
         """
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise ValueError(f"n is {n}, wanted 0 to {self.n_past}, the tokens of the session")
+        for span in self.spans:
+            if span.start < n < span.stop and not span.causal:
+                raise CannotRewind(
+                    f"position {n} lies in a span of embeddings that have seen each other: wanted {span.start} or "
+                    f"{span.stop}"
+                )
         self.sequence.truncate(n)
+        self._set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]
@@ -185,18 +255,19 @@ class Session:
             self.eval([])
         if self.logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
-        return sampling.sample(self.logits, self.tokens, params or SamplingParams(), self._generator)
+        tokens = [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
+        return sampling.sample(self.logits, tokens, params or SamplingParams(), self._generator)
 
     def generate(
         self,
-        ids: Sequence[int] = (),
+        ids: Sequence[int | Embeddings] | Embeddings = (),
         params: SamplingParams | None = None,
         max_tokens: int | None = None,
         *,
         whole: bool = False,
     ) -> Iterator[tuple[int | None, str]]:
-        """Evaluate ids, or with `whole` make them all that the session holds (see `prefill`), then yield (token id,
-        text) until an end-of-generation token, max_tokens or the context's end.
+        """Evaluate ids, or embeddings, then yield (token id, text) until an end-of-generation token, max_tokens or the
+        context's end. whole: they are all that the session shall hold, see `prefill`.
 
         An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
         follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
@@ -220,7 +291,8 @@ class Session:
                 self.eval(ids)
         stats = self.stats
         # The text goes on after what there is: a space that belongs to its first token is not lost.
-        text = StreamingDetokenizer(tokenizer, prev_id=self.tokens[-1] if self.tokens else None) if has_text else None
+        prev_id = self.tokens[-1] if self.tokens and self.tokens[-1] != EMBEDDING else None
+        text = StreamingDetokenizer(tokenizer, prev_id=prev_id) if has_text else None
         stats.prefill_s = time.perf_counter() - start
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
@@ -244,6 +316,18 @@ class Session:
         if tail:
             yield None, tail
 
+    def generate_embd(
+        self,
+        rows: Tensor,
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        *,
+        causal: bool = True,
+        positions: Tensor | None = None,
+    ) -> Iterator[tuple[int | None, str]]:
+        """`generate` behind rows of embeddings f32 [n, C]; causal and positions as of `Embeddings`."""
+        return self.generate(Embeddings(rows, causal, positions), params, max_tokens)
+
     def close(self) -> None:
         """Give pages and states back. A closed session cannot be used again."""
         if not self._closed:
@@ -265,21 +349,21 @@ class Session:
 
 
 def eval_batch(
-    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+    sessions: Sequence[Session], ids: Sequence[Sequence[int] | Embeddings], logits: str | None = "last"
 ) -> list[Tensor | None]:
-    """Evaluate ids[i] at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged batch.
+    """Evaluate ids[i], or embeddings, at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged
+    batch.
 
     The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that
     the session would have had alone.
     """
     for session in sessions:
         session._check_open()
-    begin = [bool(s.prefix_cache and s.prefix_cache.is_open and not s.tokens) for s in sessions]
-    if logits == "all" or not any(begin) or len(sessions) != len(ids):
+    if logits == "all" or len(sessions) != len(ids) or not any(s.prefix_cache and not s.tokens for s in sessions):
         return runner.run(sessions, ids, logits)
-    reused = [s.prefix_cache.attach(s, given) if b else 0 for s, given, b in zip(sessions, ids, begin, strict=True)]
+    reused = [session._attach(given) for session, given in zip(sessions, ids, strict=True)]
     try:
-        return runner.run(sessions, [given[n:] for given, n in zip(ids, reused, strict=True)], logits)
+        return runner.run(sessions, [given[n:] if n else given for given, n in zip(ids, reused, strict=True)], logits)
     except BaseException:
         for session, n in zip(sessions, reused, strict=True):
             if n and session.n_past == n:  # as it was
