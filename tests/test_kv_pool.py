@@ -457,7 +457,7 @@ def test_whatever_is_done_to_many_sessions(layers, monkeypatch):
     monkeypatch.setattr(Pool, "done", Counter())
     monkeypatch.setattr(PrefixCache, "_state", lambda cache: 0)  # which takes modules of the package only
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    few = settings(max_examples=25, stateful_step_count=150, deadline=None, suppress_health_check=health)
+    few = settings(max_examples=31, stateful_step_count=150, deadline=None, suppress_health_check=health)
     run_state_machine_as_test(Pool, settings=few)
     kinds = "eval", "fork", "truncate", "checkpoint", "close", "insert", "attach", "turn"
     assert sum(map(Pool.done.get, kinds)) >= 3334
