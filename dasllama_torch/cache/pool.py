@@ -1,7 +1,10 @@
 """KVPool: what all layers keep of evaluated tokens. Keys and values in pages, recurrent states in slots; sessions take
 both on demand, and may hold them together."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +13,9 @@ from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.errors import OutOfPages
 from dasllama_torch.memory import reserve
+
+if TYPE_CHECKING:
+    from dasllama_torch.cache.prefix import PrefixTree
 
 KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
@@ -52,7 +58,8 @@ class KVPool:
     layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: "f16" (stores clamp to +-65504) or
     "f32". On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache
     of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None
-    if no layer has one. A page or slot of several holders is only read. Not thread-safe.
+    if no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and slots beyond
+    their holders; it gives them back when sessions need the room. Not thread-safe.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class KVPool:
         least = sum(group.page_bytes for group in self.groups) + self.state_bytes
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
+        self._tree: weakref.ref[PrefixTree] | None = None
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
             self._memory = [self._pages(group) for group in self.groups]
@@ -128,17 +136,44 @@ class KVPool:
         """How many pages of a group n positions fill or begin."""
         return -(-n // self.page_rows)
 
+    def first_seen(self, group: PageGroup, position: int) -> int:
+        """The first block that a row at `position` sees in a group."""
+        return max(0, position - group.window + 1) // self.page_rows if group.window else 0
+
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages and slots that are handed out; those of several holders count once."""
+        """Bytes of the pages and slots that are handed out or kept; those of several holders count once."""
         slots = self.states.in_use if self.states else 0
         return sum(group.pages.in_use * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Those of `used_bytes` that a prefix cache alone keeps: sessions may have them."""
+        slots = self.states.spare if self.states else 0
+        return sum(group.pages.spare * group.page_bytes for group in self.groups) + slots * self.state_bytes
+
+    @property
+    def tree(self) -> "PrefixTree | None":
+        """The prefix cache that keeps pages of this pool."""
+        return self._tree() if self._tree else None
+
+    @tree.setter
+    def tree(self, tree: "PrefixTree | None") -> None:
+        self._tree = tree and weakref.ref(tree)
+
     def require(self, nbytes: int) -> None:
-        """Raise OutOfPages unless nbytes more may be handed out."""
-        left = self.max_bytes - self.used_bytes
+        """Raise OutOfPages unless nbytes more may be handed out. For that a prefix cache gives back what was used
+        longest ago."""
+        left = self.max_bytes - self.used_bytes + self.spare_bytes
         if nbytes > left:
             raise OutOfPages(f"the KV pool has {left} of {self.max_bytes} bytes left, wanted {nbytes}")
+        self.make_room(lambda: nbytes)
+
+    def make_room(self, needed: Callable[[], int]) -> None:
+        """Let a prefix cache give back until there is room for the bytes that are needed, or it has nothing left. It
+        may change what is needed: who alone holds a page that is no longer kept writes to it without a copy."""
+        while (tree := self.tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
+            pass
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""
