@@ -1,5 +1,6 @@
 """Recorded steps: the modules' own results to the bit, and no longer than they are what the modules would do."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -86,6 +87,46 @@ def test_larger_batches_and_prompts_are_eager(model):
     with dl.create_session(model) as session:
         _, steps = counted(lambda: session.eval([1, 2, 3]))
     assert steps == {"eager": 1}
+
+
+HOLD = {
+    "the tensor": lambda logits: logits,
+    "a view": lambda logits: logits[3:],
+    "a detached view": lambda logits: logits.detach()[3:],
+    "an array": lambda logits: logits.numpy(),
+    "a buffer": lambda logits: memoryview(logits.numpy())[3:],
+    "the storage": lambda logits: logits.untyped_storage(),
+    "a view of other type": lambda logits: logits.view(torch.int32),
+}
+
+
+def _bytes(held) -> bytes:
+    return bytes(held.numpy() if isinstance(held, torch.Tensor) else held)
+
+
+@pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
+def test_logits_that_are_kept_stay(model, hold):
+    """Steps write logits into the memory of earlier ones, but not while anybody can see it."""
+    ids = text(31, 40)
+    with dl.create_session(model, n_ctx=64) as session:
+        session.eval(ids[:5])
+        wanted = [_bytes(hold(session.eval([token]))) for token in ids[5:30]]
+        session.truncate(5)
+        kept = [hold(session.eval([token])) for token in ids[5:30]]
+        assert [_bytes(held) for held in kept] == wanted
+        del kept
+        addresses = {session.eval([token]).data_ptr() for token in ids[30:40]}
+    assert len(addresses) <= 2  # one that the session holds, and one to write to
+
+
+def test_logits_may_be_changed(model):
+    with dl.create_session(model, n_ctx=64) as session:
+        for token in (None, 5, 6, 7, 8):
+            logits = session.eval(text(32, 5)) if token is None else session.eval([token])
+            logits[session.sample()] = -torch.inf
+            logits += 1  # of an ordinary tensor, which is the session's too
+            best = logits.argmax().item()
+            assert session.sample() == best
 
 
 def test_threads(model, threads):
@@ -203,6 +244,28 @@ def test_other_code_in_the_place_of_a_method_runs(model, monkeypatch):
         _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
     assert steps == {"eager": 3}
     assert "compiled" in graphs.why_not(model)
+
+
+def test_a_method_that_is_replaced_on_its_class_runs(model, monkeypatch):
+    calls = []
+    forward = RMSNorm.forward
+
+    @functools.wraps(forward)
+    def counting(self, x):
+        calls.append(1)
+        return forward(self, x)
+
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        monkeypatch.setattr(RMSNorm, "forward", counting)
+        _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
+        assert steps == {"eager": 3}
+        assert calls
+        assert "a forward that is not of this package" in graphs.why_not(model)
+        monkeypatch.undo()
+        _, steps = counted(lambda: [session.eval([i]) for i in range(3)])
+    assert steps == {"eager": 1, "recorded": 2}
 
 
 def test_a_hook_takes_effect_and_its_removal_too(model):

@@ -42,6 +42,15 @@ class Sequence:
         rows = self.pool.page_rows
         return self.tables[group][position // rows] * rows + position % rows
 
+    def has(self, n: int) -> bool:
+        """Whether it holds, and alone, what the next n positions need: `grow` would take nothing."""
+        at = self.length % self.pool.page_rows
+        return (
+            0 < at <= self.pool.page_rows - n
+            and all(g.pages.holders(table[-1]) == 1 for g, table in zip(self.pool.groups, self.tables, strict=True))
+            and (self.pool.states is None or (self.state >= 0 and self.pool.states.holders(self.state) == 1))
+        )
+
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""
         stop = self.pool.blocks(self.length + n)

@@ -5,13 +5,15 @@ A recorded step is what the modules did, op for op, on tensors that stay where t
 written anew for each step, the weights, the cache. Fewer rows than it has are filled up with inert ones. It serves as
 long as the modules are what they were (`modules.base.epoch`) and the weights lie where they lay. Hooks, dispatch modes
 and modules from elsewhere mean that the modules themselves run; so does an op that cannot be recorded. `ops.report()`
-counts both under "step", as "recorded" and "eager".
+counts both under "step", as "recorded" and "eager". Logits are handed out where they were written; that memory is
+written again once nobody can see it.
 
 What a recorded step leaves out that the modules do: roundings of an activation that the op before has rounded already.
 Prompts leave out the same (`sharing`), under the same conditions; their modules run as they are.
 """
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -34,21 +36,22 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops hardly counts
 MAX_STEPS = 8  # recorded steps of one model that are kept
+MAX_HEADS = 4  # of a recorded step; a stream needs two, as its logits last until the next are there
 
 enabled = True  # False: the modules themselves run, always
 _profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
-def run(sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor | None:
-    """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: f32 [len(ids), V].
+def run(sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor] | None:
+    """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: logits f32 [V] of each.
 
     None, and nothing done, if no recorded step may do it. The results are those of the modules, to the bit.
     """
     model, pool = sessions[0].model, sessions[0].pool
     if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or _is_watched():
         return None
-    return _models.setdefault(model, _RecordedSteps()).run(model, pool, sessions, ids)
+    return _steps_of(model).run(model, pool, sessions, ids)
 
 
 def sharing(model: "CausalLM"):
@@ -56,7 +59,7 @@ def sharing(model: "CausalLM"):
     activation serves all weights that take it (`quant_linear.shared_activations`)."""
     if not enabled or _is_watched():
         return contextlib.nullcontext()
-    steps = _models.setdefault(model, _RecordedSteps())
+    steps = _steps_of(model)
     if not steps.lock.acquire(blocking=False):
         return contextlib.nullcontext()
     try:
@@ -66,6 +69,11 @@ def sharing(model: "CausalLM"):
         return shared_activations() if steps.clear else contextlib.nullcontext()
     finally:
         steps.lock.release()
+
+
+def _steps_of(model: "CausalLM") -> "_RecordedSteps":
+    steps = _models.get(model)
+    return _models.setdefault(model, _RecordedSteps()) if steps is None else steps
 
 
 @contextlib.contextmanager
@@ -105,7 +113,7 @@ class _RecordedSteps:
         self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
-    def run(self, model, pool, sessions, ids) -> Tensor | None:
+    def run(self, model, pool, sessions, ids) -> list[Tensor] | None:
         if not self.lock.acquire(blocking=False):
             return None
         try:
@@ -123,29 +131,64 @@ class _RecordedSteps:
         self.obstacle = _find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _run(self, model, pool, sessions, ids) -> Tensor | None:
+    def _run(self, model, pool, sessions, ids) -> list[Tensor] | None:
         self.refresh()
         rows = 1 << (len(ids) - 1).bit_length()
         step = self.steps.get((pool, rows))
         if step is not None and step.serves(sessions):
-            return step.run(sessions, ids)
+            return step.run(model, sessions, ids)
         if self.obstacle and self.obstacle.lasting:
             return None
         self.look_at(model)
         if not self.clear:
             return None
-        step, logits = _record(model, pool, rows, sessions, ids)
-        if step.program.refused:
-            self.obstacle = _Obstacle(step.program.refused)
+        step = _RecordedStep(model, pool, rows, max(pool.blocks(session.n_ctx) for session in sessions))
+        step.write(sessions, ids)
+        registry.count_call("step", "eager")
+        step.record_body(model)
+        head = step.record_head(model)
+        refused = step.body.refused or head.program.refused
+        if refused:
+            self.obstacle = _Obstacle(refused)
         else:
             if len(self.steps) == MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
             self.steps[pool, rows] = step
-        return logits  # of a forward by the modules themselves
+        return head.rows[: len(ids)]
+
+
+class _Head:
+    """A program from a step's hidden states to logits.
+
+    rows: f32 [V] of each row, where the program writes them. They are made once and handed out as they are: a call of
+    torch costs more than a copy would, after weights have swept the caches.
+    """
+
+    def __init__(self, program: Program, logits: Tensor):
+        self.program = program
+        with torch.inference_mode(False):  # what is handed out may be changed in place
+            self.rows = [torch.from_numpy(row) for row in logits.numpy()]
+        self._storages = [row.untyped_storage() for row in self.rows]
+        self._alone = self._holders()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else has one of the rows, its storage or another tensor of that."""
+        return self._holders() == self._alone
+
+    def _holders(self) -> list[tuple[int, int, int]]:
+        return [
+            (sys.getrefcount(row), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata))
+            for row, storage in zip(self.rows, self._storages, strict=True)
+        ]
 
 
 class _RecordedStep:
-    """A program, and the tensors that it reads its step from and writes its logits to."""
+    """Programs, and the tensors that they read their step from.
+
+    body: from ids to the hidden states that the head takes, [1, rows, C]. heads: from these to logits, each into memory
+    of its own. Logits are handed out where they were written, so a head serves again once they have been dropped.
+    """
 
     def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
         device = pool.device
@@ -172,8 +215,9 @@ class _RecordedStep:
             input_ids=full((1, rows), 0, torch.int64),
         )
         self.blocks = blocks
-        self.program: Program | None = None
-        self.logits: Tensor | None = None
+        self.body: Program | None = None
+        self.hidden: Tensor | None = None
+        self.heads: list[_Head] = []
         for module in model.modules():
             base.watch(module)
         # The same memory for NumPy: a step is written in microseconds, with nothing of torch in between.
@@ -189,7 +233,7 @@ class _RecordedStep:
     def serves(self, sessions: Sequence["Session"]) -> bool:
         """Whether the weights lie where they lay (of their `data` no epoch tells), and there is room for all pages."""
         fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
-        return fits and self.program.in_place
+        return fits and self.body.in_place
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step's tensors those of these rows; the rest become inert."""
@@ -213,30 +257,35 @@ class _RecordedStep:
                 blocks[i, : len(pages)] = pages
                 slots[i] = session.sequence.slot(group, session.n_past)
 
-    def run(self, sessions: Sequence["Session"], ids: Sequence[int]) -> Tensor:
+    def run(self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor]:
+        """Logits f32 [V] after ids[i] at the end of sessions[i]."""
         self.write(sessions, ids)
         registry.count_call("step", "recorded")
-        if _profiles is None:
-            self.program.run()
-        else:
-            _profiles.append(self.program.profile())
-        return self.result(len(ids))
+        free = next((head for head in self.heads if head.is_free), None)
+        if _profiles is not None:
+            head = free or self.record_head(model)
+            _profiles.append(self.body.profile() + head.program.profile())
+            return head.rows[: len(ids)]
+        self.body.run()
+        if free:
+            free.program.run()
+        return (free or self.record_head(model)).rows[: len(ids)]
 
-    def result(self, n: int) -> Tensor:
-        """Logits of the first n rows, f32 [n, V]: a copy by one thread. torch's own wakes all of them, which then spin
-        for milliseconds in the way of others."""
-        return torch.from_numpy(self.logits.numpy()[:n].copy())
+    @torch.inference_mode()
+    def record_body(self, model: "CausalLM") -> None:
+        """Evaluate the step up to the head by the modules, so that `body` can do it again."""
+        with shared_activations(), recording([*model.parameters(), *model.buffers()]) as self.body:
+            self.hidden = model.get_decoder()(model.get_input_embeddings()(self.step.input_ids), self.step)
 
-
-def _record(model, pool, rows, sessions, ids) -> tuple[_RecordedStep, Tensor]:
-    blocks = max(-(-session.n_ctx // pool.page_rows) for session in sessions)
-    recorded = _RecordedStep(model, pool, rows, blocks)
-    recorded.write(sessions, ids)
-    registry.count_call("step", "eager")
-    weights = [*model.parameters(), *model.buffers()]
-    with shared_activations(), recording(weights) as recorded.program:
-        recorded.logits = model(recorded.step.input_ids, step=recorded.step).logits[0]
-    return recorded, recorded.result(len(ids))
+    @torch.inference_mode()
+    def record_head(self, model: "CausalLM") -> _Head:
+        """Evaluate the head by its modules, so that it can be done again; the oldest of many heads is given up."""
+        with recording() as program:
+            logits = model.compute_logits(self.hidden)[0]
+        if len(self.heads) == MAX_HEADS:
+            del self.heads[0]
+        self.heads.append(_Head(program, logits))
+        return self.heads[-1]
 
 
 def _find_obstacle(model: nn.Module) -> _Obstacle | None:
@@ -244,16 +293,33 @@ def _find_obstacle(model: nn.Module) -> _Obstacle | None:
     for name, module in model.named_modules():
         name = name or "the model"
         # Others may do more than ops, and do not tell of their changes.
-        if not isinstance(module, base.Watched) or not type(module).__module__.startswith("dasllama_torch."):
+        if not isinstance(module, base.Watched) or not _is_ours(type(module).__module__):
             return _Obstacle(f"{name} is a {type(module).__name__}, which is not of this package")
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return _Obstacle(f"a hook of {name}", lasting=False)  # no epoch tells of its removal
+        if foreign := _foreign_method(type(module)):
+            return _Obstacle(f"{name} has a {foreign} that is not of this package")
         own = [key for key, value in module.__dict__.items() if callable(value) and hasattr(type(module), key)]
         if own:
             return _Obstacle(f"{name} has a {own[0]} of its own")
         if module._compiled_call_impl is not None:
             return _Obstacle(f"{name} is compiled")
     return None
+
+
+def _foreign_method(cls: type) -> str:
+    """A method of a class of this package that others have put there, or ""."""
+    for base_class in filter(lambda c: _is_ours(c.__module__), cls.__mro__):
+        for name, method in vars(base_class).items():
+            # A wrapper may have taken over the name of the module, but not its globals.
+            home = getattr(method, "__globals__", {}).get("__name__", "")
+            if callable(method) and not isinstance(method, type) and not _is_ours(home):
+                return name
+    return ""
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("dasllama_torch.")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

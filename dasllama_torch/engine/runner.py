@@ -39,14 +39,16 @@ def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str
     windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
     _check_memory(sessions, windows)
     kept: list[list[Tensor]] = [[] for _ in sessions]
-    with torch.inference_mode():
-        for window in windows:
-            _run_window(sessions, ids, window, logits, kept)
-    results: list[Tensor | None] = []
-    for session, n, rows in zip(sessions, asked, kept, strict=True):
-        session.logits = rows[-1][-1] if rows else None
-        results.append(torch.cat(rows)[-n:] if logits == "all" else session.logits)
-    return results
+    for window in windows:
+        _run_window(sessions, ids, window, logits, kept)
+    if logits == "all":
+        results = [torch.cat(parts) for parts in kept]
+        for session, rows in zip(sessions, results, strict=True):
+            session.logits = rows[-1]
+        return [rows[-n:] for rows, n in zip(results, asked, strict=True)]
+    for session, parts in zip(sessions, kept, strict=True):
+        session.logits = parts[0] if parts else None
+    return [session.logits for session in sessions]
 
 
 def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
@@ -76,6 +78,8 @@ def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
 
 def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None:
     """Raise OutOfPages unless the pool can serve all windows, each after the pages that the ones before set free."""
+    if len(windows) == 1 and all(sessions[chunk.index].sequence.has(chunk.stop - chunk.start) for chunk in windows[0]):
+        return  # as most single tokens do
     forecast = Forecast(sessions[0].pool)
     at = [s.n_past for s in sessions]
     for window in windows:
@@ -91,35 +95,54 @@ def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None
 
 
 def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
-    """One forward: rows of some sessions, whose tokens count as evaluated once it is done."""
-    tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
-    for seq, chunk in enumerate(window):
-        session, n = sessions[chunk.index], chunk.stop - chunk.start
-        tokens += ids[chunk.index][chunk.start : chunk.stop]
-        row_seq += [seq] * n
-        row_pos += range(session.n_past, session.n_past + n)
-        wanted = n if logits == "all" else int(logits == "last" and chunk.last)
-        logit_rows += range(len(tokens) - wanted, len(tokens))
-        wanted_of.append(wanted)
+    """One forward: rows of some sessions, whose tokens count as evaluated once it is done.
+
+    Logits that are wanted are appended to `kept` of their session: f32 [V] of its last row, or [n, V] of all n.
+    """
     present = [sessions[chunk.index] for chunk in window]
+    spans = [ids[chunk.index][chunk.start : chunk.stop] for chunk in window]
     try:
-        for session, chunk in zip(present, window, strict=True):
-            session.sequence.grow(chunk.stop - chunk.start)
-        rows = graphs.run(present, tokens) if len(logit_rows) == len(tokens) == len(present) else None
-        if rows is None:
-            rows = _forward(sessions[0].model, _step(present, tokens, row_seq, row_pos, logit_rows))
-        rows = [rows] if len(present) == 1 else rows.split(wanted_of)
+        for session, span in zip(present, spans, strict=True):
+            session.sequence.grow(len(span))
+        parts = _run_recorded(present, spans, window, logits)
+        if parts is None:
+            parts = _run_modules(present, spans, window, logits)
     except BaseException:
         for session in present:
             session.sequence.abandon()
         raise
-    for chunk, wanted, part in zip(window, wanted_of, rows, strict=True):
-        session = sessions[chunk.index]
-        session.tokens += ids[chunk.index][chunk.start : chunk.stop]
+    for session, span, chunk, part in zip(present, spans, window, parts, strict=True):
+        session.tokens += span
         session.pending, session.logits = [], None
-        session.sequence.advance(chunk.stop - chunk.start)
-        if wanted:
+        session.sequence.advance(len(span))
+        if part is not None:
             kept[chunk.index].append(part)
+
+
+def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor] | None:
+    """The parts of a window of single rows whose logits are all wanted; None, and nothing done, of any other, and where
+    the modules themselves must run."""
+    if logits is None or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
+        return None
+    rows = graphs.run(present, [token for (token,) in spans])
+    return [row[None] for row in rows] if rows and logits == "all" else rows
+
+
+def _run_modules(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor | None]:
+    tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
+    for seq, (session, span, chunk) in enumerate(zip(present, spans, window, strict=True)):
+        tokens += span
+        row_seq += [seq] * len(span)
+        row_pos += range(session.n_past, session.n_past + len(span))
+        wanted = len(span) if logits == "all" else int(logits == "last" and chunk.last)
+        logit_rows += range(len(tokens) - wanted, len(tokens))
+        wanted_of.append(wanted)
+    with torch.inference_mode():
+        parts = _forward(present[0].model, _step(present, tokens, row_seq, row_pos, logit_rows)).split(wanted_of)
+    if logits == "all":
+        return list(parts)
+    # Copies, and made here, so that they are ordinary tensors: inference tensors refuse to be changed in place.
+    return [part[0].clone() if len(part) else None for part in parts]
 
 
 def _step(

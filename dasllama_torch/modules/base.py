@@ -10,11 +10,11 @@ _epoch = 0
 
 def epoch() -> int:
     """Grows whenever anything was done to any of the package's modules that could change what a forward does: a hook
-    was added, an attribute, parameter, buffer or submodule set, tensors moved or cast.
+    was added, an attribute, parameter, buffer or submodule set, tensors moved or cast, a method of a class replaced.
 
     What does not show: a tensor's own values (recorded steps read them where they lie) and its `data`, a hook's
-    removal, functions replaced on a class, and, until `watch`, what is written into `_parameters`, `_buffers` and
-    `_modules` past the module's methods.
+    removal, and, until `watch`, what is written into `_parameters`, `_buffers` and `_modules` past the module's
+    methods.
     Source of the idea: guards as in torch.compile, reduced to one number.
     """
     return _epoch
@@ -36,8 +36,20 @@ def _bumping(cls: type, name: str):
     return method
 
 
-class Watched(nn.Module):
-    """Whatever changes a module bumps the epoch."""
+class _WatchedType(type):
+    """Whatever changes a class bumps the epoch."""
+
+    def __setattr__(cls, name, value):
+        _bump()
+        super().__setattr__(name, value)
+
+    def __delattr__(cls, name):
+        _bump()
+        super().__delattr__(name)
+
+
+class Watched(nn.Module, metaclass=_WatchedType):
+    """Whatever changes a module or its class bumps the epoch."""
 
     def __setattr__(self, name, value):
         _bump()

@@ -71,8 +71,12 @@ class CausalLM(Module):
             hidden = hidden[:, step.logit_rows]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
+        return CausalLMOutput(logits=self.compute_logits(hidden))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of what the decoder stack gives, [..., C]."""
         logits = self.lm_head(hidden)
-        return CausalLMOutput(logits=softcap(logits, self.logit_softcap) if self.logit_softcap else logits)
+        return softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     def get_decoder(self) -> nn.Module:
         """The decoder stack, wherever the family keeps it."""
