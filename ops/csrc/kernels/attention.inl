@@ -148,7 +148,11 @@ static void attention_finish(const AttentionArgs& a, AttentionTile tile, int64_t
     const float* acc = t.acc + i * Dv;
     if (a.v.rotated()) {
       alignas(64) float value[kv::most_rotated];
-      for (int64_t d = 0; d < Dv; d++) value[d] = acc[d / 32 * 32 + d % 2 * 16 + d % 32 / 2] * factor;
+      for (int64_t b = 0; b < Dv; b += 32)
+        for (int64_t d = 0; d < 16; d++) {
+          value[b + 2 * d] = acc[b + d] * factor;
+          value[b + 2 * d + 1] = acc[b + 16 + d] * factor;
+        }
       rotate_back(value, Dv);
       std::memcpy(out, value, static_cast<size_t>(a.v.D) * sizeof(float));
       continue;

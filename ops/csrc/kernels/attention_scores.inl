@@ -77,6 +77,14 @@ static IntActivation query_codes(float* memory, int64_t vectors, int64_t width) 
   return x;
 }
 
+// Even elements, then odd ones: the two codes of a byte are neighbours in tq4, and 16 elements apart to the matmul.
+static void deal_codes(int8_t* q) {
+  int8_t even[16], odd[16];
+  for (int i = 0; i < 16; i++) even[i] = q[2 * i], odd[i] = q[2 * i + 1];
+  std::memcpy(q, even, 16);
+  std::memcpy(q + 16, odd, 16);
+}
+
 // Row i of x from a query head of keys.D elements, in `head`, which has keys.width and is overwritten.
 static void round_query(const KVCache& keys, IntTraits traits, float* head, const IntActivation& x, int64_t i) {
   const int64_t width = keys.width, groups = width / traits.group;
@@ -84,10 +92,8 @@ static void round_query(const KVCache& keys, IntTraits traits, float* head, cons
   if (keys.rotated()) rotate(head, width);
   int8_t* q = x.q + i * width;
   for (int64_t b = 0; b < width / 32; b++) {
-    alignas(64) int8_t codes[32];
-    x.d[i * (width / 32) + b] = to_lattice_32(head + 32 * b, codes).d;
-    // The two codes of a byte are neighbours in tq4, and 16 elements apart to the matmul.
-    for (int e = 0; e < 32; e++) q[32 * b + e] = codes[keys.codec == kv::TQ4 ? e % 16 * 2 + e / 16 : e];
+    x.d[i * (width / 32) + b] = to_lattice_32(head + 32 * b, q + 32 * b).d;
+    if (keys.codec == kv::TQ4) deal_codes(q + 32 * b);
   }
   for (int64_t g = 0; g < groups; g++) {
     int32_t sum = 0;
