@@ -3,7 +3,7 @@
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
+from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
@@ -25,6 +26,7 @@ from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
+from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.tokenizer import Tokenizer
 
 MODES = ("native", "fp32", "q8", "q4_0")
@@ -174,8 +176,32 @@ def fork(session: Session) -> Session:
 fork.__doc__ = Session.fork.__doc__
 
 
+def eval_embd(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+    return session.eval_embd(rows, logits)
+
+
+def eval_embd_span(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+    return session.eval_embd_span(rows, logits)
+
+
+def eval_embd_span_mrope(
+    session: Session, rows: Tensor, positions: Tensor, causal: bool = True, logits: str | None = "last"
+) -> Tensor | None:
+    return session.eval_embd_span_mrope(rows, positions, causal, logits)
+
+
+def generate_embd(
+    session: Session, rows: Tensor, params: SamplingParams | None = None, max_tokens: int | None = None, **how
+) -> Iterator[tuple[int | None, str]]:
+    return session.generate_embd(rows, params, max_tokens, **how)
+
+
+for _verb in (eval_embd, eval_embd_span, eval_embd_span_mrope, generate_embd):
+    _verb.__doc__ = getattr(Session, _verb.__name__).__doc__
+
+
 def eval_batch(
-    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+    sessions: Sequence[Session], ids: Sequence[Sequence[int] | Embeddings], logits: str | None = "last"
 ) -> list[Tensor | None]:
     return engine_session.eval_batch(sessions, ids, logits)
 

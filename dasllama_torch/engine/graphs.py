@@ -242,7 +242,7 @@ class _RecordedStep:
         rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
         for i, session in enumerate(sessions):
             at = session.n_past
-            rows["positions"][i] = rows["row_pos"][i] = at
+            rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
             rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
             if "state_slots" in rows:
                 rows["state_slots"][i] = session.sequence.state

@@ -11,7 +11,8 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import runner
-from dasllama_torch.errors import DasllamaError
+from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Span
+from dasllama_torch.errors import CannotRewind, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
@@ -47,7 +48,9 @@ class Stats:
 class Session:
     """One stream over a model: its tokens, what it holds in a pool, its random generator.
 
-    tokens: the ids evaluated; n_past: how many. logits: f32 [V] after the last of them, None before any.
+    tokens: the ids evaluated, -1 for a row of embeddings; n_past: how many. spans: which rows are embeddings.
+    rope_delta: rotary position of the next token less n_past, not 0 behind embeddings with positions of their own
+    (transformers: `rope_deltas`). logits: f32 [V] after the last of them, None before any.
     pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
     n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last `generate`.
     sequence: its pages and states, which go back to the pool with `close`, at the end of a `with` block, or when the
@@ -58,6 +61,8 @@ class Session:
         self.model, self.pool, self.n_ctx = model, pool, n_ctx
         self.sequence = CacheSequence(pool, rewind)
         self.tokens: list[int] = []
+        self.spans: list[Span] = []
+        self.rope_delta = 0
         self.pending: list[int] = []
         self.logits: Tensor | None = None
         self.stats = Stats()
@@ -68,13 +73,43 @@ class Session:
     def n_past(self) -> int:
         return len(self.tokens)
 
-    def eval(self, ids: Sequence[int], logits: str | None = "last") -> Tensor | None:
-        """Evaluate ids at the end of the session and advance it; none are needed if a token is pending.
+    def eval(self, ids: Sequence[int] | Embeddings, logits: str | None = "last") -> Tensor | None:
+        """Evaluate ids, or embeddings, at the end of the session and advance it; none are needed if a token is pending.
 
         logits: "last" returns f32 [V] of the last position, "all" f32 [len(ids), V], None returns nothing and skips the
         head. Raises ContextFull or OutOfPages, leaving the session as it was.
         """
         return eval_batch([self], [ids], logits)[0]
+
+    def eval_embd(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval` of rows of embeddings f32 [n, C] in place of ids, each of which sees those before it; see
+        `Embeddings`."""
+        return self.eval(Embeddings(rows), logits)
+
+    def eval_embd_span(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval_embd` of rows that see each other, too: a picture of gemma3 or gemma4. They go through the model in one
+        forward, however many. Raises UnsupportedModel where rows cannot see those after them."""
+        return self.eval(Embeddings(rows, causal=False), logits)
+
+    def eval_embd_span_mrope(
+        self, rows: Tensor, positions: Tensor, causal: bool = True, logits: str | None = "last"
+    ) -> Tensor | None:
+        """`eval_embd` of rows with positions int64 [n, 3]: time, height and width, counted from the session's next
+        rotary position (n_past + rope_delta). Text goes on behind the largest of them.
+
+        causal: as pictures of the Qwen models are, in transformers and llama.cpp; False as in `eval_embd_span`. Raises
+        UnsupportedModel for a model without M-RoPE.
+        """
+        return self.eval(Embeddings(rows, causal, positions), logits)
+
+    def hold(self, given: Embeddings, n: int) -> None:
+        """The last tokens of the session are the first n rows of the embeddings; fewer may have been noted before."""
+        span = given.span(self.n_past - n).until(self.n_past)
+        self._set_spans([*(other for other in self.spans if other.start < span.start), span])
+
+    def _set_spans(self, spans: list[Span]) -> None:
+        self.spans = spans
+        self.rope_delta = sum(span.advance - (span.stop - span.start) for span in spans)
 
     def fork(self) -> "Session":
         """A new session that stands where this one does, whatever is done to either afterwards: with its tokens, its
@@ -89,6 +124,7 @@ class Session:
         fork = Session(self.model, self.pool, self.n_ctx)
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
+        fork._set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
         fork._generator.set_state(self._generator.get_state())
         return fork
@@ -103,12 +139,20 @@ class Session:
         """Forget all tokens but the first n, and checkpoints after them.
 
         Layers that see all keys go back anywhere, windowed ones at least `rewind` tokens or to a checkpoint, recurrent
-        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach.
+        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach, and for an n
+        within a non-causal span, whose rows have seen those that would go.
         """
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise ValueError(f"n is {n}, wanted 0 to {self.n_past}, the tokens of the session")
+        for span in self.spans:
+            if span.start < n < span.stop and not span.causal:
+                raise CannotRewind(
+                    f"position {n} lies in a span of embeddings that have seen each other: wanted {span.start} or "
+                    f"{span.stop}"
+                )
         self.sequence.truncate(n)
+        self._set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]
@@ -124,12 +168,14 @@ class Session:
             self.eval([])
         if self.logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
-        return sampling.sample(self.logits, self.tokens, params or SamplingParams(), self._generator)
+        tokens = [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
+        return sampling.sample(self.logits, tokens, params or SamplingParams(), self._generator)
 
     def generate(
-        self, ids: Sequence[int] = (), params: SamplingParams | None = None, max_tokens: int | None = None
+        self, ids: Sequence[int] | Embeddings = (), params: SamplingParams | None = None, max_tokens: int | None = None
     ) -> Iterator[tuple[int | None, str]]:
-        """Evaluate ids, then yield (token id, text) until an end-of-generation token, max_tokens or the context's end.
+        """Evaluate ids, or embeddings, then yield (token id, text) until an end-of-generation token, max_tokens or the
+        context's end.
 
         An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
         follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
@@ -149,7 +195,8 @@ class Session:
         if len(ids) or self.pending:
             self.eval(ids)
         # The text goes on after what there is: a space that belongs to its first token is not lost.
-        text = StreamingDetokenizer(tokenizer, prev_id=self.tokens[-1] if self.tokens else None) if has_text else None
+        prev_id = self.tokens[-1] if self.tokens and self.tokens[-1] != EMBEDDING else None
+        text = StreamingDetokenizer(tokenizer, prev_id=prev_id) if has_text else None
         stats.prefill_s = time.perf_counter() - start
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
@@ -173,6 +220,18 @@ class Session:
         if tail:
             yield None, tail
 
+    def generate_embd(
+        self,
+        rows: Tensor,
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        *,
+        causal: bool = True,
+        positions: Tensor | None = None,
+    ) -> Iterator[tuple[int | None, str]]:
+        """`generate` behind rows of embeddings f32 [n, C]; causal and positions as of `Embeddings`."""
+        return self.generate(Embeddings(rows, causal, positions), params, max_tokens)
+
     def close(self) -> None:
         """Give pages and states back. A closed session cannot be used again."""
         if not self._closed:
@@ -194,9 +253,10 @@ class Session:
 
 
 def eval_batch(
-    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+    sessions: Sequence[Session], ids: Sequence[Sequence[int] | Embeddings], logits: str | None = "last"
 ) -> list[Tensor | None]:
-    """Evaluate ids[i] at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged batch.
+    """Evaluate ids[i], or embeddings, at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged
+    batch.
 
     The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that
     the session would have had alone.

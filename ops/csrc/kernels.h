@@ -113,9 +113,12 @@ struct SampleArgs {
   double temp;
   int64_t top_k;
   double top_p, min_p, draw;
+  int64_t penalized;             // number of ids that have another logit than `logits` says:
+  const int64_t* penalized_ids;  // these, rising
+  const float* penalized_logits;
   float *e, *list, *spare;  // memory for sample_floats(V) each
   int32_t* ids;             // for V
-  double* blocks;           // for sample_blocks(V)
+  double* blocks;           // for 2 * sample_blocks(V)
 };
 constexpr int64_t kSampleBlock = 1024;  // elements of a sum in f32
 constexpr int64_t sample_floats(int64_t V) { return round16(V) + 16; }

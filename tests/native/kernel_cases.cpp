@@ -158,15 +158,18 @@ struct Cases {
     for (size_t i = 0; i < logits.size(); i += 3) logits[i] = 0.5f;
     Floats e = blank(sample_floats(V)), list = e, spare = e;
     std::vector<int32_t> ids(static_cast<size_t>(V));
-    std::vector<double> blocks(static_cast<size_t>(sample_blocks(V)));
+    std::vector<double> blocks(static_cast<size_t>(2 * sample_blocks(V)));
+    const Ids changed = {0, 1024, 5002};
+    const Floats changed_to = {0.5f, -2, 15};
     for (int64_t top_k : {0, 40, 2000})
       for (double top_p : {1.0, 0.9, 0.3})
         for (double min_p : {0.0, 0.05}) {
           Ids tokens;
           for (double temp : {0.0, 0.7, 3.0})
             for (double draw = 0; draw < 1; draw += 0x1p-5)
-              tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, e.data(), list.data(),
-                                               spare.data(), ids.data(), blocks.data()}));
+              tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, 3, changed.data(),
+                                               changed_to.data(), e.data(), list.data(), spare.data(), ids.data(),
+                                               blocks.data()}));
           put(tokens, "sample_token", top_k, top_p, min_p);
         }
   }
