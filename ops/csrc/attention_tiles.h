@@ -76,6 +76,7 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
       const Span& span = spans[i / a.k.G];
       const int64_t g = i % a.k.G, vectors = span.tile.rows * group, size = attention_state(a, vectors);
       float* total = scratch(2 * size + attention_scratch(a, vectors));
+      k.attention_queries(a, span.tile, g, total + 2 * size);
       fold(span, g, total, [&](int64_t s) {
         k.attention_split(a, span.tile, g, s, total + size, total + 2 * size);
         return total + size;
@@ -96,7 +97,9 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
   draw(parts * a.k.G, [&](int64_t i) {
     const Span& span = spans[span_of[i / a.k.G]];
     const int64_t s = span.first + i / a.k.G - span.part, g = i % a.k.G;
-    k.attention_split(a, span.tile, g, s, state(span, s, g), scratch(attention_scratch(a, span.tile.rows * group)));
+    float* memory = scratch(attention_scratch(a, span.tile.rows * group));
+    k.attention_queries(a, span.tile, g, memory);
+    k.attention_split(a, span.tile, g, s, state(span, s, g), memory);
   });
   draw(items, [&](int64_t i) {
     const Span& span = spans[i / a.k.G];

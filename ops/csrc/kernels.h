@@ -188,6 +188,8 @@ struct Kernels {
   // Back again, to rows [begin, end) of out [rows, G, D]; zeros where the slot is -1.
   void (*kv_read)(const KVCache& cache, const int64_t* slots, float* out, int64_t begin, int64_t end);
 
+  // What attention_split needs of a tile's queries, at the begin of its scratch.
+  void (*attention_queries)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, float* scratch);
   // A tile's state of one split of keys; adding a split's state to the total of those before it; writing the result.
   void (*attention_split)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
                           float* scratch);

@@ -231,6 +231,7 @@ struct Cases {
         const int64_t vectors = tile.rows * H / G;
         Floats total = blank(attention_state(a, vectors)), scratch = blank(attention_scratch(a, vectors));
         for (size_t i = 0; i < total.size(); i++) total[i] = i < static_cast<size_t>(vectors) ? -INFINITY : 0;
+        k.attention_queries(a, tile, g, scratch.data());
         for (int64_t split = 0; split * kAttentionSplit < keys; split++) {
           Floats part = blank(attention_state(a, vectors));
           k.attention_split(a, tile, g, split, part.data(), scratch.data());

@@ -46,6 +46,20 @@ static float soften(const AttentionArgs& a, Range keys, float* scores, float* m,
 
 // ---- a tile ---------------------------------------------------------------------------------------------------------
 
+// The vectors as `attention_split` finds them at the begin of its scratch: f32 rows, or integers for packed keys.
+static void attention_queries(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, float* scratch) {
+  const int64_t group = a.H / a.k.G, vectors = tile.rows * group, D = a.k.width;
+  const bool packed = a.k.packed();
+  const IntTraits traits = packed ? a.integer->traits(kv::codecs[a.k.codec].type) : IntTraits{};
+  const IntActivation x = query_codes(scratch, vectors, D);
+  float* head = scratch + vectors * D;  // where keys come later
+  for (int64_t i = 0; i < vectors; i++) {
+    float* to = packed ? head : scratch + i * D;
+    widen_row(a.q + (tile.row + i / group) * a.q_row + (kv_head * group + i % group) * a.q_head, a.k.D, to);
+    if (packed) round_query(a.k, traits, to, x, i);
+  }
+}
+
 // The state of one split of 256 keys, from nothing.
 static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
                             float* scratch) {
@@ -55,15 +69,8 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
   Range* ranges = reinterpret_cast<Range*>(scores + vectors * kKeys);
   float* value_d = reinterpret_cast<float*>(ranges + vectors);  // of packed values
   float* scaled = value_d + kKeys * (Dv / 32);
-  const bool packed_keys = a.k.packed();
-  const IntTraits traits = packed_keys ? a.integer->traits(kv::codecs[a.k.codec].type) : IntTraits{};
-  const IntActivation x = query_codes(q, vectors, D);
   const State s(state, vectors);
   for (int64_t i = 0; i < vectors; i++) {
-    const int64_t row = tile.row + i / group, head = kv_head * group + i % group;
-    float* to = packed_keys ? keys : q + i * D;
-    widen_row(a.q + row * a.q_row + head * a.q_head, a.k.D, to);
-    if (packed_keys) round_query(a.k, traits, to, x, i);
     s.m[i] = -INFINITY;
     s.l[i] = 0;
   }
@@ -87,10 +94,10 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     }
     if (!seen) continue;
 
-    const Block k = packed_keys ? all_keys.fetch_packed(start, seen, keys) : all_keys.fetch(start, seen, vectors, keys);
+    const Block k = a.k.packed() ? all_keys.fetch_packed(start, seen, keys) : all_keys.fetch(start, seen, vectors, keys);
     all_values.ask_for(start, end, vectors);
-    if (packed_keys)
-      score_codes(a, x, k, ranges, vectors, scores);
+    if (a.k.packed())
+      score_codes(a, query_codes(q, vectors, D), k, ranges, vectors, scores);
     else if (k.in_place && a.k.codec == kv::F16)
       score_floats(q, static_cast<const f16*>(k.data), k.stride / 2, D, ranges, vectors, scores);
     else

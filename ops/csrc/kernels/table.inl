@@ -66,6 +66,7 @@ using int_dot::decode_row;
     dot_ceiling,                        \
     kv_write,                           \
     kv_read,                            \
+    attention_queries,                  \
     attention_split,                    \
     attention_merge,                    \
     attention_finish,                   \
