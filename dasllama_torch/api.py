@@ -12,9 +12,11 @@ from torch import Tensor
 from dasllama_torch.arch import family
 from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
+from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
@@ -144,6 +146,7 @@ def create_session(
     *,
     rewind: int = 0,
     pool: KVPool | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Session:
     """A new stream over the model, empty.
 
@@ -153,20 +156,75 @@ def create_session(
     sessions that may outgrow its original context, from their first token on. rewind: tokens that `truncate` may take
     back though a layer's window has passed; each keeps its keys longer. pool: of `create_kv_pool`, with the kv_dtype
     of its own; None: one that all sessions of the model and kv_dtype share. Memory is taken page by page as tokens
-    come.
+    come. prefix_cache: of `create_prefix_cache`, whose pool the session takes; it evaluates nothing again that the
+    cache holds, and leaves its own pages there.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
     if rewind < 0:
         raise ValueError(f"rewind is {rewind}, wanted 0 or more")
+    if prefix_cache is not None:
+        if prefix_cache.model is not model:
+            raise ValueError("the prefix cache is another model's: wanted create_prefix_cache(model)")
+        if pool not in (None, prefix_cache.pool):
+            raise ValueError("the prefix cache is of another pool: wanted create_prefix_cache(model, pool)")
+        pool = prefix_cache.pool
     if pool is None:
         pool = _pool(model, pair_name(codec_pair(kv_dtype or "f16")), n_ctx)
     elif kv_dtype is not None and codec_pair(kv_dtype) != pool.codecs:
         raise ValueError(f"kv_dtype is {kv_dtype!r}, and the pool's {pool.kv_dtype!r}")
     elif pool.layers != [layer.cache for layer in model.config.layers]:
         raise ValueError("the pool is for layers of other sizes than the model's: wanted a create_kv_pool(model)")
-    return Session(model, pool, n_ctx, rewind)
+    return Session(model, pool, n_ctx, rewind, prefix_cache)
+
+
+def create_prefix_cache(
+    model: CausalLM, pool: KVPool | None = None, max_bytes: int = 1 << 30, checkpoint_every: int = 8
+) -> PrefixCache:
+    """A cache of what sessions of the model have evaluated, so that prompts which begin alike are evaluated once.
+
+    Sessions use it by `create_session(model, prefix_cache=...)`. pool: the one whose pages it keeps; None: that of the
+    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states. checkpoint_every: pages
+    between two copies of the recurrent states, for models that have them: fewer bytes, or less to evaluate again.
+    """
+    return PrefixCache(model, pool or _pool(model, "f16", 1), max_bytes, checkpoint_every)
+
+
+def prefix_attach(session: Session, prompt: Sequence[int | Embeddings]) -> int:
+    return _prefix_cache(session).attach(session, prompt)
+
+
+def prefix_insert(session: Session) -> None:
+    _prefix_cache(session).insert(session)
+
+
+def prefix_release(cache: PrefixCache) -> None:
+    cache.clear()
+
+
+def prefix_held_groups(cache: PrefixCache) -> int:
+    return cache.held_groups()
+
+
+def prefix_chain_list(cache: PrefixCache) -> list[PrefixChain]:
+    return cache.chains()
+
+
+for _verb, _method in (
+    (prefix_attach, PrefixCache.attach),
+    (prefix_insert, PrefixCache.insert),
+    (prefix_release, PrefixCache.clear),
+    (prefix_held_groups, PrefixCache.held_groups),
+    (prefix_chain_list, PrefixCache.chains),
+):
+    _verb.__doc__ = _method.__doc__
+
+
+def _prefix_cache(session: Session) -> PrefixCache:
+    if session.prefix_cache is None:
+        raise ValueError("the session has no prefix cache: wanted create_session(model, prefix_cache=...)")
+    return session.prefix_cache
 
 
 def fork(session: Session) -> Session:

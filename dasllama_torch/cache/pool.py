@@ -2,7 +2,10 @@
 both on demand, and may hold them together."""
 
 import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +15,9 @@ from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.errors import OutOfPages
 from dasllama_torch.memory import reserve
 from dasllama_torch.ops.kv_codecs import KVCodec, codec_pair, pair_name
+
+if TYPE_CHECKING:
+    from dasllama_torch.cache.prefix import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class KVPool:
     of `ops.kv_codecs.KV_CODECS`, or a pair of names for the two if they differ. codecs: the pair's rows of that table.
     On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache of
     layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None if
-    no layer has one. A page or slot of several holders is only read. Not thread-safe.
+    no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and slots beyond
+    their holders; it gives them back when sessions need the room. Not thread-safe.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class KVPool:
         least = sum(group.page_bytes for group in self.groups) + self.state_bytes
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
+        self._tree: weakref.ref[PrefixTree] | None = None
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
             self._memory = [self._pages(group) for group in self.groups]
@@ -146,17 +154,44 @@ class KVPool:
         """How many pages of a group n positions fill or begin."""
         return -(-n // self.page_rows)
 
+    def first_seen(self, group: PageGroup, position: int) -> int:
+        """The first block that a row at `position` sees in a group."""
+        return max(0, position - group.window + 1) // self.page_rows if group.window else 0
+
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages and slots that are handed out; those of several holders count once."""
+        """Bytes of the pages and slots that are handed out or kept; those of several holders count once."""
         slots = self.states.in_use if self.states else 0
         return sum(group.pages.in_use * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Those of `used_bytes` that a prefix cache alone keeps: sessions may have them."""
+        slots = self.states.spare if self.states else 0
+        return sum(group.pages.spare * group.page_bytes for group in self.groups) + slots * self.state_bytes
+
+    @property
+    def tree(self) -> "PrefixTree | None":
+        """The prefix cache that keeps pages of this pool."""
+        return self._tree() if self._tree else None
+
+    @tree.setter
+    def tree(self, tree: "PrefixTree | None") -> None:
+        self._tree = tree and weakref.ref(tree)
+
     def require(self, nbytes: int) -> None:
-        """Raise OutOfPages unless nbytes more may be handed out."""
-        left = self.max_bytes - self.used_bytes
+        """Raise OutOfPages unless nbytes more may be handed out. For that a prefix cache gives back what was used
+        longest ago."""
+        left = self.max_bytes - self.used_bytes + self.spare_bytes
         if nbytes > left:
             raise OutOfPages(f"the KV pool has {left} of {self.max_bytes} bytes left, wanted {nbytes}")
+        self.make_room(lambda: nbytes)
+
+    def make_room(self, needed: Callable[[], int]) -> None:
+        """Let a prefix cache give back until there is room for the bytes that are needed, or it has nothing left. It
+        may change what is needed: who alone holds a page that is no longer kept writes to it without a copy."""
+        while (tree := self.tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
+            pass
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""

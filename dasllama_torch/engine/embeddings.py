@@ -1,6 +1,7 @@
 """Rows of embeddings in the place of tokens: pictures, sound, soft prompts. n rows, C embedding, A axes of M-RoPE."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -118,6 +119,38 @@ class Embeddings:
                 raise UnsupportedModel(f"{config.arch}: a row has one position, wanted embeddings without positions")
             if self.positions.shape[1] != N_AXES:
                 raise ValueError(f"the rows have {self.positions.shape[1]} positions each, wanted {N_AXES}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """All that a session shall hold: ids, and embeddings between them.
+
+    ids: of all rows, -1 for those of embeddings, which `spans` tell. parts: runs of ids and embeddings, in order, each
+    with the index of its first row.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    parts: list[tuple[int, list[int] | Embeddings]]
+
+    @staticmethod
+    def of(given: Sequence[int | Embeddings] | Embeddings) -> "Prompt":
+        ids, spans, parts = [], [], []
+        for each in [given] if isinstance(given, Embeddings) else given:
+            if isinstance(each, Embeddings):
+                parts.append((len(ids), each))
+                spans.append(each.span(len(ids)))
+                ids += [EMBEDDING] * len(each)
+            else:
+                if not parts or isinstance(parts[-1][1], Embeddings):
+                    parts.append((len(ids), []))
+                ids.append(int(each))
+                parts[-1][1].append(ids[-1])
+        return Prompt(ids, spans, parts)
+
+    def rest(self, n: int) -> list[list[int] | Embeddings]:
+        """The parts behind the first n rows, which end in no embeddings."""
+        return [part if start >= n else part[n - start :] for start, part in self.parts if start + len(part) > n]
 
 
 @dataclass(frozen=True)

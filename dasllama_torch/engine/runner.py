@@ -42,7 +42,8 @@ def run(
     media = {i: given for i, given in enumerate(inputs) if isinstance(given, Embeddings)}
     _check(sessions, ids, media)
     whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole)
+    marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
     _check_memory(sessions, windows)
     kept: list[list[Tensor]] = [[] for _ in sessions]
     for window in windows:
@@ -135,11 +136,14 @@ def _run_window(
     for session, span, chunk, part in zip(present, spans, window, parts, strict=True):
         session.tokens += span
         session.pending, session.logits = [], None
+        for each in placed:
+            if each.session is session:
+                session.hold(each.given, each.rows.stop)
+        if session.prefix_cache:
+            session.prefix_cache.note(session, len(span), chunk.marked)
         session.sequence.advance(len(span))
         if part is not None:
             kept[chunk.index].append(part)
-    for part in placed:
-        part.session.hold(part.given, part.rows.stop)
 
 
 def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor] | None:
