@@ -1,5 +1,7 @@
 """The public verbs: load a model, open sessions on it, evaluate them together."""
 
+import contextlib
+import gc
 import os
 import warnings
 import weakref
@@ -67,15 +69,30 @@ def load_model(
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
     if torch.device(device).type != "cpu":
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
-    file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
-    requantized = mode in ("q8", "q4_0")  # these read each tensor once
-    if mmap is False or (mmap is None and not requantized and _fits(file)):
-        _read_tensors(file, progress)
-    source: TensorSource = GGUFSource(file)
-    if requantized:
-        source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
-    source.native = mode != "fp32"
-    return build_model(file.metadata, source, strict=strict)
+    with _no_garbage():
+        file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
+        requantized = mode in ("q8", "q4_0")  # these read each tensor once
+        if mmap is False or (mmap is None and not requantized and _fits(file)):
+            _read_tensors(file, progress)
+        source: TensorSource = GGUFSource(file)
+        if requantized:
+            source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
+        source.native = mode != "fp32"
+        return build_model(file.metadata, source, strict=strict)
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Python's collector of garbage pauses: thousands of modules come that will stay, each few hundred of which have
+    it look through all objects of the process, torch's too. With the collector on, that is a third of a small model's
+    time to load."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fits(file: ModelFile) -> bool:
