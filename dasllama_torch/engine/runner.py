@@ -140,7 +140,7 @@ def _run_window(
         raise
     for session, span, chunk, part in zip(present, spans, window, parts, strict=True):
         session.tokens += span
-        session.pending, session.logits = [], None
+        session.pending, session.logits = session.pending[len(span) :], None
         for each in placed:
             if each.session is session:
                 session.hold(each.given, each.rows.stop)
