@@ -286,6 +286,24 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("python", None)]),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>"{\\"a\\": 1}"<|call|>', [("f", {"a": 1})]),
+        # Strings that are not closed again.
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.f<|message|>{"a": "x}<|call|>'
+            '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"b": 1}<|call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x}[TOOL_CALLS]g[ARGS]{"b": 1}', [("f", None), ("g", {"b": 1})]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x}}][TOOL_CALLS]g[ARGS]{"b": 1}',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:<|"|>x}<tool_call|><|tool_call>call:g{b:1}<tool_call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
     ],
 )
 def test_what_models_write(form, text, wanted):
