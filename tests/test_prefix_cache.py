@@ -191,6 +191,9 @@ def test_first_difference(load):
             changed = [*ids[:90], 1, 2]
             session.prefill(changed)
             assert (session.stats.first_difference, session.stats.reused_tokens) == (90, 90)
+            cache.clear()
+            session.prefill([*ids[:70], 1, 2])
+            assert (session.stats.first_difference, session.stats.reused_tokens) == (70, 70)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -409,7 +412,7 @@ def test_who_holds_what(model):
     del cache, fork, first
     gc.collect()
     assert pool.used_bytes == 0
-    assert pool.tree is None
+    assert pool.prefix_tree is None
 
 
 def test_a_session_that_goes_back_into_a_kept_page_leaves_it_as_it_is(load):
