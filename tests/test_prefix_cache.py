@@ -126,6 +126,18 @@ def test_batches(model):
             assert all(map(torch.equal, found, [last(model, [*ids, 9]) for ids in [*prompts, prompts[0]]]))
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "q8_0", "tq4", ("q8_0", "tq4")])
+def test_every_codec(model, kv_dtype):
+    """Pages are shared as they are, and copied as they are."""
+    pool, ids = dl.create_kv_pool(model, ROWS, kv_dtype), text(1, 100)
+    with dl.create_prefix_cache(model, pool, checkpoint_every=1) as cache:
+        for prompt, reused in ((ids, 0), (ids, 96), (ids[:70] + text(2, 30), 64)):
+            with opened(cache) as session, dl.create_session(model, kv_dtype, N_CTX) as alone:
+                assert torch.equal(session.eval(prompt), alone.eval(prompt))
+                assert session.stats.reused_tokens == reused
+                assert torch.equal(session.prefill([*prompt[:90], 7]), alone.prefill([*prompt[:90], 7]))
+
+
 def test_all_logits_means_no_reuse(model):
     ids = text(1, 100)
     with create(model) as cache, opened(cache) as first, opened(cache) as second:
