@@ -48,10 +48,10 @@ class PagedAttention(Module):
         cache = step.cache[self.source]
         table = step.tables[cache.group]
         if k is not None:
-            kv_write(k, v, cache.k, cache.v, table.slots)
+            kv_write(k, v, cache.k, cache.v, table.slots, cache.k_codec.id, cache.v_codec.id)
         return paged_attention(
             q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, row_end,
-            self.scale, self.window, self.softcap, sinks,
+            self.scale, self.window, self.softcap, sinks, cache.k_codec.id, cache.v_codec.id, cache.v_dim,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
