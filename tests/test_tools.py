@@ -379,12 +379,12 @@ BOMBS = {
 @pytest.mark.parametrize("unit", ['{"a":', "[", "{a:", '"\\'])
 def test_deep_and_long_replies(form, unit):
     before, after = BOMBS[form.name]
-    reply = parse_calls(before + unit * 30_000 + after, form)
+    reply = parse_calls(before + unit * 10_000 + after, form)
     assert all(
         call.arguments is None or call.arguments.keys() <= {"x", "a"} for call in reply.calls
     )  # if at all, as text
-    many = parse_calls((before + "{}" + after) * 3000, form)
-    assert len(many.calls) in (1, 3000)
+    many = parse_calls((before + "{}" + after) * 1000, form)
+    assert len(many.calls) in (1, 1000)
 
 
 def test_text_comes_out_as_soon_as_it_is_certain():
