@@ -1,12 +1,14 @@
 """What a session takes from others in place of evaluating it: the results are those of a session that evaluates all,
 whatever was reused, given back or rendered anew."""
 
+import dataclasses
 import gc
 
 import hf_twin
 import pytest
 import torch
 from families import TINY
+from test_embeddings import grid, picture
 from test_fork import fresh
 from test_graphs import counted
 from test_invariants import assert_same, text
@@ -124,6 +126,18 @@ def test_batches(model):
             assert all(map(torch.equal, found, [last(model, [*ids, 9]) for ids in [*prompts, prompts[0]]]))
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "q8_0", "tq4", ("q8_0", "tq4")])
+def test_every_codec(model, kv_dtype):
+    """Pages are shared as they are, and copied as they are."""
+    pool, ids = dl.create_kv_pool(model, ROWS, kv_dtype), text(1, 100)
+    with dl.create_prefix_cache(model, pool, checkpoint_every=1) as cache:
+        for prompt, reused in ((ids, 0), (ids, 96), (ids[:70] + text(2, 30), 64)):
+            with opened(cache) as session, dl.create_session(model, kv_dtype, N_CTX) as alone:
+                assert torch.equal(session.eval(prompt), alone.eval(prompt))
+                assert session.stats.reused_tokens == reused
+                assert torch.equal(session.prefill([*prompt[:90], 7]), alone.prefill([*prompt[:90], 7]))
+
+
 def test_all_logits_means_no_reuse(model):
     ids = text(1, 100)
     with create(model) as cache, opened(cache) as first, opened(cache) as second:
@@ -189,6 +203,9 @@ def test_first_difference(load):
             changed = [*ids[:90], 1, 2]
             session.prefill(changed)
             assert (session.stats.first_difference, session.stats.reused_tokens) == (90, 90)
+            cache.clear()
+            session.prefill([*ids[:70], 1, 2])
+            assert (session.stats.first_difference, session.stats.reused_tokens) == (70, 70)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -407,7 +424,7 @@ def test_who_holds_what(model):
     del cache, fork, first
     gc.collect()
     assert pool.used_bytes == 0
-    assert pool.tree is None
+    assert pool.prefix_tree is None
 
 
 def test_a_session_that_goes_back_into_a_kept_page_leaves_it_as_it_is(load):
@@ -477,6 +494,82 @@ def attach_twice(cache):
     session = opened(cache)
     session.eval([1])
     cache.attach(session, [1, 2])
+
+
+# ---- pictures and sound ---------------------------------------------------------------------------------------------
+
+
+def conversation(model, name, seed):
+    """Text, 40 rows that stand for a picture or for sound, text. The rows of gemma3 see each other, those of qwen2vl
+    have positions on three axes."""
+    rows = picture(model, 40, seed)
+    media = {
+        "llama": dl.Embeddings(rows),
+        "gemma3": dl.Embeddings(rows, causal=False),
+        "qwen2vl": dl.Embeddings(rows, positions=grid(5, 8)),
+        "qwen35": dl.Embeddings(rows),
+    }
+    return [*text(1, 37), media[name], *text(2, 60)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "qwen35"])
+def test_another_picture_in_the_same_prompt(name, load):
+    """All pictures look alike among ids. Only what they were made from tells them apart; reuse ends in none of them."""
+    model = load(name)
+    wanted = [dl.create_session(model, n_ctx=N_CTX).prefill(conversation(model, name, seed)) for seed in (1, 2)]
+    assert not torch.equal(*wanted)
+    with create(model, checkpoint_every=1) as cache:
+        for seed, reused, difference in ((1, 0, None), (2, 32, 37), (1, 128, None), (2, 128, None)):
+            with opened(cache) as session:
+                found = session.prefill(conversation(model, name, seed))
+                assert torch.equal(found, wanted[seed - 1])
+                assert (session.stats.reused_tokens, session.stats.first_difference) == (reused, difference)
+                assert session.stats.n_prompt == session.n_past == 137
+                (span,) = session.spans
+                assert (span.start, span.stop) == (37, 77)
+        prompt = conversation(model, name, 1)
+        for parts, reused in ((prompt[:38], 32), (prompt[:40], 32), (prompt[:41], 32), ([*prompt[:44], 0], 80)):
+            with opened(cache) as session, dl.create_session(model, n_ctx=N_CTX) as alone:
+                assert torch.equal(session.prefill(parts), alone.prefill(parts))
+                assert session.stats.reused_tokens == reused
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl"])
+def test_a_chat_about_pictures(name, load):
+    """Its next turn evaluates its own tokens, and the picture no more; another picture is not taken for the first."""
+    model = load(name)
+    prompt = conversation(model, name, 1)
+    with create(model) as cache:
+        for session in (opened(cache), dl.create_session(model, n_ctx=N_CTX)):
+            reply = [token for token, _ in session.generate(prompt, max_tokens=9, whole=True)]
+            turn = [*prompt, *reply, *text(3, 20), conversation(model, name, 2)[37], 5]
+            found = session.prefill(turn)
+            assert session.stats.prefilled_tokens == 1 + 20 + 40 + 1
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(turn))
+            changed = [*turn[:37], conversation(model, name, 2)[37], *turn[38:]]
+            found = session.prefill(changed)
+            assert session.stats.first_difference == 37
+            assert session.stats.reused_tokens <= 37
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed))
+            session.close()
+
+
+def test_rows_that_nothing_tells_apart_are_never_reused(load):
+    """Placeholders without the digest of what they stand for: in the request, and in what was evaluated."""
+    model = load("llama")
+    prompt = conversation(model, "llama", 1)
+    ids, known = [*text(1, 37), *[-1] * 40, *text(2, 60)], prompt[37].span(37)
+    unknown = dataclasses.replace(known, digest=b"")
+    with create(model) as cache, opened(cache) as session:
+        session.prefill(prompt)
+        with opened(cache) as other:
+            assert dl.prefix_attach(other, ids) == 32
+        for span, length in ((unknown, 32), (known, 128)):
+            assert cache._tree.find(b"", ids, [span]).length == length
+        cache.clear()
+        session._set_spans([unknown])
+        dl.prefix_insert(session)
+        assert [len(chain.ids) for chain in cache.chains()] == [32]
 
 
 # ---- what must not be reused ----------------------------------------------------------------------------------------

@@ -174,12 +174,12 @@ class KVPool:
         return sum(group.pages.spare * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
     @property
-    def tree(self) -> "PrefixTree | None":
+    def prefix_tree(self) -> "PrefixTree | None":
         """The prefix cache that keeps pages of this pool."""
         return self._tree() if self._tree else None
 
-    @tree.setter
-    def tree(self, tree: "PrefixTree | None") -> None:
+    @prefix_tree.setter
+    def prefix_tree(self, tree: "PrefixTree | None") -> None:
         self._tree = tree and weakref.ref(tree)
 
     def require(self, nbytes: int) -> None:
@@ -193,7 +193,7 @@ class KVPool:
     def make_room(self, needed: Callable[[], int]) -> None:
         """Let a prefix cache give back until there is room for the bytes that are needed, or it has nothing left. It
         may change what is needed: who alone holds a page that is no longer kept writes to it without a copy."""
-        while (tree := self.tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
+        while (tree := self.prefix_tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
             pass
 
     def release(self) -> None:

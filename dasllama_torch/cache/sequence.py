@@ -55,7 +55,7 @@ class Sequence:
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""
         stop = self.pool.blocks(self.length + n)
-        if self.pool.tree:
+        if self.pool.prefix_tree:
             self.pool.make_room(lambda: self._bytes_to(stop))
         for g, (group, table) in enumerate(zip(self.pool.groups, self.tables, strict=True)):
             if self.length % self.pool.page_rows:

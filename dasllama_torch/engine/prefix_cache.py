@@ -37,10 +37,10 @@ class PrefixCache:
             raise ValueError(f"max_bytes is {max_bytes}, wanted 0 or more")
         if checkpoint_every < 1:
             raise ValueError(f"checkpoint_every is {checkpoint_every}, wanted 1 page or more")
-        if pool.tree:
+        if pool.prefix_tree:
             raise ValueError("the pool has a prefix cache already")
         self.model, self.pool = model, pool
-        self._tree = pool.tree = PrefixTree(pool, max_bytes, checkpoint_every)
+        self._tree = pool.prefix_tree = PrefixTree(pool, max_bytes, checkpoint_every)
         self._epoch, self._plain = base.epoch(), False
         ropes = [layer.rope for layer in model.config.layers if layer.rope and layer.rope.long]
         self._contexts = sorted({rope.long.original_context for rope in ropes})
@@ -132,7 +132,7 @@ class PrefixCache:
         if not self._closed:
             self._closed = True
             self._tree.clear()
-            self.pool.tree = None
+            self.pool.prefix_tree = None
 
     def _check(self, session: Session) -> None:
         if self._closed:
