@@ -35,6 +35,7 @@ _WHERE = {
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "KernelError": "errors",
+    "TemplateError": "errors",
     "DownloadError": "errors",
 }
 
