@@ -1,9 +1,11 @@
 """The public verbs: load a model, open sessions on it, evaluate them together."""
 
+import contextlib
+import gc
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +14,11 @@ from torch import Tensor
 from dasllama_torch.arch import family
 from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import session as engine_session
+from dasllama_torch.engine.embeddings import Embeddings
+from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
@@ -24,6 +29,8 @@ from dasllama_torch.memory import available_memory, has_huge_pages, physical_mem
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
+from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.tokenizer import Tokenizer
 
 MODES = ("native", "fp32", "q8", "q4_0")
@@ -31,7 +38,7 @@ DEFAULT_N_CTX = 4096
 QUICK_BYTES = 1 << 29  # read without a progress bar: less than a second from a disk of 0.5 GB/s
 
 # Sessions of one model and KV type share a pool, so that they can stand in one batch.
-_pools: weakref.WeakKeyDictionary[CausalLM, dict[str, KVPool]] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[CausalLM, dict[str | tuple[str, str], KVPool]] = weakref.WeakKeyDictionary()
 
 
 def load_model(
@@ -62,15 +69,30 @@ def load_model(
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
     if torch.device(device).type != "cpu":
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
-    file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
-    requantized = mode in ("q8", "q4_0")  # these read each tensor once
-    if mmap is False or (mmap is None and not requantized and _fits(file)):
-        _read_tensors(file, progress)
-    source: TensorSource = GGUFSource(file)
-    if requantized:
-        source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
-    source.native = mode != "fp32"
-    return build_model(file.metadata, source, strict=strict)
+    with _no_garbage():
+        file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
+        requantized = mode in ("q8", "q4_0")  # these read each tensor once
+        if mmap is False or (mmap is None and not requantized and _fits(file)):
+            _read_tensors(file, progress)
+        source: TensorSource = GGUFSource(file)
+        if requantized:
+            source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
+        source.native = mode != "fp32"
+        return build_model(file.metadata, source, strict=strict)
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Python's collector of garbage pauses: thousands of modules come that will stay, each few hundred of which have
+    it look through all objects of the process, torch's too. With the collector on, that is a third of a small model's
+    time to load."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fits(file: ModelFile) -> bool:
@@ -118,14 +140,16 @@ def caps(model: CausalLM) -> Caps:
     return Caps.of(model.config, model.metadata)
 
 
-def create_kv_pool(model: CausalLM, page_rows: int = 64, kv_dtype: str = "f16", max_bytes: int | None = None) -> KVPool:
+def create_kv_pool(
+    model: CausalLM, page_rows: int = 64, kv_dtype: str | tuple[str, str] = "f16", max_bytes: int | None = None
+) -> KVPool:
     """Memory for the keys, values and recurrent states of many sessions of the model, see `create_session`.
 
     page_rows: tokens of a page, by which sessions take memory and share it; pages of a multiple of 64 are read fastest.
-    kv_dtype: "f16" or "f32". max_bytes: the most that all sessions together may hold, what they share counted once; an
-    evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others have closed
-    or gone back. None: the memory of this machine. On the CPU a page costs memory once it has been written. The pool
-    lives as long as a session of it.
+    kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, what they share counted
+    once; an evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others
+    have closed or gone back. None: the memory of this machine. On the CPU a page costs memory once it has been written.
+    The pool lives as long as a session of it.
     """
     layers = [layer.cache for layer in model.config.layers]
     device = model.get_input_embeddings().qweight.device
@@ -134,33 +158,90 @@ def create_kv_pool(model: CausalLM, page_rows: int = 64, kv_dtype: str = "f16", 
 
 def create_session(
     model: CausalLM,
-    kv_dtype: str | None = None,
+    kv_dtype: str | tuple[str, str] | None = None,
     n_ctx: int | None = None,
     *,
     rewind: int = 0,
     pool: KVPool | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Session:
     """A new stream over the model, empty.
 
-    kv_dtype: "f16" (the default) or "f32", how keys and values are kept; recurrent states are f32. n_ctx: the most
-    tokens it may hold; by default the model's own context, at most 4,096. Where a model has LongRoPE (Phi-3), its long
-    frequencies serve the sessions that may outgrow its original context, from their first token on. rewind: tokens
-    that `truncate` may take back though a layer's window has passed; each keeps its keys longer. pool: of
-    `create_kv_pool`, with the kv_dtype of its own; None: one that all sessions of the model and kv_dtype share. Memory
-    is taken page by page as tokens come.
+    kv_dtype: how keys and values are kept: "f16" (the default), "f32", "q8_0" (8.5 bits per element), "tq4" (4.5 bits),
+    or a pair of these, for keys and for values; recurrent states are f32. n_ctx: the most tokens it may hold; by
+    default the model's own context, at most 4,096. Where a model has LongRoPE (Phi-3), its long frequencies serve the
+    sessions that may outgrow its original context, from their first token on. rewind: tokens that `truncate` may take
+    back though a layer's window has passed; each keeps its keys longer. pool: of `create_kv_pool`, with the kv_dtype
+    of its own; None: one that all sessions of the model and kv_dtype share. Memory is taken page by page as tokens
+    come. prefix_cache: of `create_prefix_cache`, whose pool the session takes; it evaluates nothing again that the
+    cache holds, and leaves its own pages there.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
     if rewind < 0:
         raise ValueError(f"rewind is {rewind}, wanted 0 or more")
+    if prefix_cache is not None:
+        if prefix_cache.model is not model:
+            raise ValueError("the prefix cache is another model's: wanted create_prefix_cache(model)")
+        if pool not in (None, prefix_cache.pool):
+            raise ValueError("the prefix cache is of another pool: wanted create_prefix_cache(model, pool)")
+        pool = prefix_cache.pool
     if pool is None:
-        pool = _pool(model, kv_dtype or "f16", n_ctx)
-    elif kv_dtype not in (None, pool.kv_dtype):
+        pool = _pool(model, pair_name(codec_pair(kv_dtype or "f16")), n_ctx)
+    elif kv_dtype is not None and codec_pair(kv_dtype) != pool.codecs:
         raise ValueError(f"kv_dtype is {kv_dtype!r}, and the pool's {pool.kv_dtype!r}")
     elif pool.layers != [layer.cache for layer in model.config.layers]:
         raise ValueError("the pool is for layers of other sizes than the model's: wanted a create_kv_pool(model)")
-    return Session(model, pool, n_ctx, rewind)
+    return Session(model, pool, n_ctx, rewind, prefix_cache)
+
+
+def create_prefix_cache(
+    model: CausalLM, pool: KVPool | None = None, max_bytes: int = 1 << 30, checkpoint_every: int = 8
+) -> PrefixCache:
+    """A cache of what sessions of the model have evaluated, so that prompts which begin alike are evaluated once.
+
+    Sessions use it by `create_session(model, prefix_cache=...)`. pool: the one whose pages it keeps; None: that of the
+    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states. checkpoint_every: pages
+    between two copies of the recurrent states, for models that have them: fewer bytes, or less to evaluate again.
+    """
+    return PrefixCache(model, pool or _pool(model, "f16", 1), max_bytes, checkpoint_every)
+
+
+def prefix_attach(session: Session, prompt: Sequence[int | Embeddings]) -> int:
+    return _prefix_cache(session).attach(session, prompt)
+
+
+def prefix_insert(session: Session) -> None:
+    _prefix_cache(session).insert(session)
+
+
+def prefix_release(cache: PrefixCache) -> None:
+    cache.clear()
+
+
+def prefix_held_groups(cache: PrefixCache) -> int:
+    return cache.held_groups()
+
+
+def prefix_chain_list(cache: PrefixCache) -> list[PrefixChain]:
+    return cache.chains()
+
+
+for _verb, _method in (
+    (prefix_attach, PrefixCache.attach),
+    (prefix_insert, PrefixCache.insert),
+    (prefix_release, PrefixCache.clear),
+    (prefix_held_groups, PrefixCache.held_groups),
+    (prefix_chain_list, PrefixCache.chains),
+):
+    _verb.__doc__ = _method.__doc__
+
+
+def _prefix_cache(session: Session) -> PrefixCache:
+    if session.prefix_cache is None:
+        raise ValueError("the session has no prefix cache: wanted create_session(model, prefix_cache=...)")
+    return session.prefix_cache
 
 
 def fork(session: Session) -> Session:
@@ -170,8 +251,32 @@ def fork(session: Session) -> Session:
 fork.__doc__ = Session.fork.__doc__
 
 
+def eval_embd(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+    return session.eval_embd(rows, logits)
+
+
+def eval_embd_span(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+    return session.eval_embd_span(rows, logits)
+
+
+def eval_embd_span_mrope(
+    session: Session, rows: Tensor, positions: Tensor, causal: bool = True, logits: str | None = "last"
+) -> Tensor | None:
+    return session.eval_embd_span_mrope(rows, positions, causal, logits)
+
+
+def generate_embd(
+    session: Session, rows: Tensor, params: SamplingParams | None = None, max_tokens: int | None = None, **how
+) -> Iterator[tuple[int | None, str]]:
+    return session.generate_embd(rows, params, max_tokens, **how)
+
+
+for _verb in (eval_embd, eval_embd_span, eval_embd_span_mrope, generate_embd):
+    _verb.__doc__ = getattr(Session, _verb.__name__).__doc__
+
+
 def eval_batch(
-    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+    sessions: Sequence[Session], ids: Sequence[Sequence[int] | Embeddings], logits: str | None = "last"
 ) -> list[Tensor | None]:
     return engine_session.eval_batch(sessions, ids, logits)
 
@@ -179,7 +284,7 @@ def eval_batch(
 eval_batch.__doc__ = engine_session.eval_batch.__doc__
 
 
-def _pool(model: CausalLM, kv_dtype: str, n_ctx: int) -> KVPool:
+def _pool(model: CausalLM, kv_dtype: str | tuple[str, str], n_ctx: int) -> KVPool:
     pools = _pools.setdefault(model, {})
     if kv_dtype not in pools:
         pools[kv_dtype] = create_kv_pool(model, kv_dtype=kv_dtype)

@@ -51,6 +51,8 @@ class Mode(str, Enum):
 class KVType(str, Enum):
     f16 = "f16"
     f32 = "f32"
+    q8_0 = "q8_0"
+    tq4 = "tq4"
 
 
 ModelArgument = Annotated[

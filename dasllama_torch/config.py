@@ -207,6 +207,11 @@ class DecoderConfig:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
 
+    @property
+    def causal_because(self) -> str:
+        """What forbids that a row sees those after it, "" if nothing does."""
+        return "its recurrent layers go from row to row" if any(layer.delta for layer in self.layers) else ""
+
     @classmethod
     def build(cls, md: Metadata, g: "Geometry", layers: Iterable[LayerSpec], **own):
         """The config of md's architecture with the shared facts of `g`; own: the family's further fields."""

@@ -10,7 +10,8 @@ class GGUFError(DasllamaError):
 
 
 class UnsupportedModel(DasllamaError):
-    """The file is well formed and asks for something that this package does not implement."""
+    """The file is well formed and asks for something that this package does not implement, or its model is asked for
+    something that it cannot do."""
 
 
 class TokenizerError(DasllamaError):

@@ -39,6 +39,7 @@ class Step:
     row_seq: int32 [T], sequence of each row (a row of each `block_table` if there is a cache), -1 for an inert row.
     row_pos: int32 [T], index of the row's key in its sequence.
     row_end: int32 [T], number of keys that the row may see: row_pos + 1 if causal, the span's end in a non-causal span.
+    causal_end: int32 [T], row_pos + 1 for layers that stay causal in such a span; None: the step has none.
     n_seqs: S.
     cache: the pool that pages and states belong to; None: the rows attend to each other only, from empty states.
     tables: by group of the cache's layers.
@@ -47,7 +48,8 @@ class Step:
     logit_rows: int64 [n], rows whose logits are wanted; None: all.
     row_context: int64 [T], tokens that the row's sequence may come to hold: a session's n_ctx, or without a cache the
     tokens in hand. LongRoPE chooses its frequencies by it, so that they are the same for all tokens of a session.
-    input_ids: int64, ids of the rows in the shape [B, T] of the forward; None where embeddings came in their place.
+    input_ids: int64, ids of the rows in the shape [B, T] of the forward. Where embeddings came in their place, the id
+    that stands for them in a layer's own tables; None: there is none.
     """
 
     positions: Tensor
@@ -55,6 +57,7 @@ class Step:
     row_pos: Tensor
     row_end: Tensor
     n_seqs: int
+    causal_end: Tensor | None = None
     cache: KVPool | None = None
     tables: tuple[PageTable, ...] = ()
     state_slots: Tensor | None = None

@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
+from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.paged_attention import attend_row
 from dasllama_torch.ops.registry import define, register_backward
+
+_dots = KV_CODECS["f32"].dot
 
 
 def _visible(q_seq, q_pos, q_end, k_seq, k_pos, window) -> Tensor:
@@ -46,7 +49,7 @@ def attention(
     out = rows.new_zeros((*rows.shape[:2], v.shape[-1]))
     for t, seen in enumerate(_visible(q_seq, q_pos, q_end, k_seq, k_pos, window)):
         if seen.any():
-            out[t] = attend_row(rows[t], keys[seen], values[seen], scale, softcap, sinks)[0]
+            out[t] = attend_row(_dots(rows[t], keys[seen]), values[seen], scale, softcap, sinks)[0]
     return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
@@ -80,7 +83,7 @@ def attention_backward(
         if not seen.any():
             continue
         key, value = keys[seen].repeat_interleave(group, 1), values[seen].repeat_interleave(group, 1)  # [n, H, D]
-        _, p, scores = attend_row(rows[t], keys[seen], values[seen], scale, softcap, sinks)
+        _, p, scores = attend_row(_dots(rows[t], keys[seen]), values[seen], scale, softcap, sinks)
         dp = torch.einsum("hd,nhd->hn", grads[t], value)
         ds = p * (dp - (p * dp).sum(1, keepdim=True)) * scale
         if softcap > 0:

@@ -22,8 +22,9 @@ def _inverse(d: Tensor) -> Tensor:
     return torch.where(d == 0, 0.0, 1.0 / d)
 
 
-def _q8_0(v: Tensor) -> Tensor:
-    """d = max|v| / 127, q = v / d with halves away from zero; what is no number or beyond int8 becomes 0."""
+def pack_q8_0(v: Tensor) -> Tensor:
+    """[n, 32] -> u8 [n, 34]: d = max|v| / 127, q = v / d with halves away from zero; what is no number or beyond int8
+    becomes 0."""
     d = _top(v).abs() / 127.0
     a = v * _inverse(d)
     q = a.sign() * (a.abs().floor() + (2.0 * (a.abs() - a.abs().floor())).floor())
@@ -31,11 +32,17 @@ def _q8_0(v: Tensor) -> Tensor:
     return torch.cat([_bytes(d.half()), _bytes(q)], 1)
 
 
-def _q4_0(v: Tensor) -> Tensor:
-    """d = the element of largest magnitude / -8, q = v / d + 8 in [0, 15]."""
+def round_to_nibbles(v: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, 32] -> u8 [n, 32], codes of 4 bits, and the bytes of their scale f16, u8 [n, 2]: d = the element of largest
+    magnitude / -8, q = v / d + 8 in [0, 15]."""
     d = _top(v) / -8.0
     q = (v * _inverse(d) + 8.5).clamp(0, 15).nan_to_num(nan=0.0).to(torch.uint8)  # the cast truncates
-    return torch.cat([_bytes(d.half()), q[:, :16] | q[:, 16:] << 4], 1)
+    return q, _bytes(d.half())
+
+
+def _q4_0(v: Tensor) -> Tensor:
+    q, d = round_to_nibbles(v)
+    return torch.cat([d, q[:, :16] | q[:, 16:] << 4], 1)
 
 
 def _bf16(v: Tensor) -> Tensor:
@@ -50,7 +57,7 @@ _QUANTIZERS: dict[int, Callable[[Tensor], Tensor]] = {
     ggml_types.F16: lambda v: _bytes(v.half()),
     ggml_types.BF16: _bf16,
     ggml_types.Q4_0: _q4_0,
-    ggml_types.Q8_0: _q8_0,
+    ggml_types.Q8_0: pack_q8_0,
 }
 
 

@@ -6,14 +6,29 @@ T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows.
 import math
 from dataclasses import dataclass, field
 
+import kv_formulas
 import numpy as np
 import torch
 from torch import Tensor
+
+from dasllama_torch.ops.kv_codecs import KV_CODECS
+from dasllama_torch.ops.kv_write import kv_write
+
+NO_TIE = 2e-4  # steps of a rounded query: its rotation in f32 is off by less
+
+
+def blank(codec, pages: int, size: int, before: int, after: int) -> Tensor:
+    """[pages, size] of the codec's dtype with other elements between pages; all bytes are ones, which is NaN."""
+    memory = torch.full((pages, (before + size + after) * codec.dtype.itemsize), 255, dtype=torch.uint8)
+    return memory.view(codec.dtype)[:, before : before + size]
 
 
 @dataclass
 class Batch:
     """Sequences of (keys before, new rows); every key is standard normal, everything else in the caches is NaN.
+
+    codec, v_codec: of keys and values; v_codec None: the same. No element of q is near to where it is rounded to
+    another integer.
 
     spans: (sequence, first, end): rows at positions [first, end) see all keys before `end`.
     inert: how many inert rows to strew in.
@@ -25,8 +40,8 @@ class Batch:
     D: int = 64
     Dv: int | None = None
     R: int = 64
-    dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None
+    codec: str = "f32"
+    v_codec: str | None = None
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
@@ -40,22 +55,24 @@ class Batch:
         used = [-(-n // R) for n in lengths]
         P = sum(used) + 3
         pages = torch.randperm(P).tolist()
+        self.codecs = KV_CODECS[self.codec], KV_CODECS[self.v_codec or self.codec]
+        keys, values = self.codecs
         # Pages with something else between them, as in a pool.
-        k = torch.full((P, G * R * D + 16), float("nan"), dtype=self.dtype)
-        v = torch.full((P, G * R * Dv + 5), float("nan"), dtype=self.v_dtype or self.dtype)
-        self.k_cache, self.v_cache = k[:, 16:].unflatten(1, (G, R, D)), v[:, :-5].unflatten(1, (G, R, Dv))
+        self.k_cache = blank(keys, P, G * R * keys.row(D), 16, 0).unflatten(1, (G, R, keys.row(D)))
+        self.v_cache = blank(values, P, G * R * values.row(Dv), 0, 5).unflatten(1, (G, R, values.row(Dv)))
         self.block_table = torch.full((len(lengths), max(used) + 2), -1, dtype=torch.int32)
         self.block_table[:, max(used) + 1] = 2**31 - 1
-        self.keys, self.values = [], []  # what a cache holds of each sequence, float64 [n, G, D]
+        self.keys, self.values = [], []  # what a cache holds of each sequence, float64 [n, G, W] and [n, G, Dv]
         for s, n in enumerate(lengths):
             for b in range(used[s]):
                 self.block_table[s, b] = pages.pop()
             at = torch.arange(n)
             page = self.block_table[s, at // R].long()
-            self.k_cache[page, :, at % R] = torch.randn(n, G, D).to(self.dtype)
-            self.v_cache[page, :, at % R] = torch.randn(n, G, Dv).to(self.v_cache.dtype)
-            self.keys.append(self.k_cache[page, :, at % R].double())
-            self.values.append(self.v_cache[page, :, at % R].double())
+            k, v, slots = torch.randn(n, G, D), torch.randn(n, G, Dv), page * R + at % R
+            kv_write(k, v, self.k_cache, self.v_cache, slots, keys.id, values.id)
+            k_rows, v_rows = (cache[page, :, at % R].numpy() for cache in (self.k_cache, self.v_cache))
+            self.keys.append(torch.from_numpy(kv_formulas.values(keys.name, k_rows)))
+            self.values.append(torch.from_numpy(kv_formulas.heads(values.name, v_rows, Dv)))
         rows = []  # (sequence, position, end)
         for s, (past, new) in enumerate(self.sequences):
             for pos in range(past, past + new):
@@ -66,20 +83,27 @@ class Batch:
         self.row_seq, self.row_pos, self.row_end = (
             torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in range(3)
         )
-        self.q = torch.randn(len(rows), self.H, D)
+        self.q = torch.stack([self._query() for _ in range(len(rows) * self.H)]).view(-1, self.H, D)
+
+    def _query(self) -> Tensor:
+        while True:
+            q = torch.randn(self.D)
+            if kv_formulas.query(self.codec, q.numpy())[1] > NO_TIE:
+                return q
 
     def args(self, rows=slice(None)) -> tuple:
         """Arguments of `paged_attention` for some of the rows."""
         return (
             self.q[rows], self.k_cache, self.v_cache, self.block_table,
             self.row_seq[rows].contiguous(), self.row_pos[rows].contiguous(), self.row_end[rows].contiguous(),
-            self.D**-0.5, self.window, self.softcap, self.sinks,
+            self.D**-0.5, self.window, self.softcap, self.sinks, *(codec.id for codec in self.codecs), self.Dv,
         )  # fmt: skip
 
     def wanted(self) -> Tensor:
         """float64 [T, H, Dv], one row at a time."""
         out = np.zeros((len(self.q), self.H, self.Dv))
-        queries = self.q.double().unflatten(1, (self.G, self.H // self.G)).numpy()
+        queries = kv_formulas.query(self.codec, self.q.numpy())[0]
+        queries = queries.reshape(len(queries), self.G, self.H // self.G, -1)
         rows = zip(self.row_seq.tolist(), self.row_pos.tolist(), self.row_end.tolist(), strict=True)
         for t, (s, pos, end) in enumerate(rows):
             seen = [j for j in range(end) if s >= 0 and (not self.window or j > pos - self.window)]

@@ -8,8 +8,11 @@ from tolerances import ATTENTION, ATTENTION_GRADIENT
 from dasllama_torch import ops
 from dasllama_torch.ops import registry
 from dasllama_torch.ops.attention import attention, attention_backward
+from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.kv_write import kv_write
 from dasllama_torch.ops.paged_attention import paged_attention
+
+F32 = KV_CODECS["f32"].id
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +93,7 @@ def test_bits_of_the_paged_form(form, isa):
     k = torch.cat(batch.keys).float()
     v = torch.cat(batch.values).float()
     k_seq, k_pos = sequences((0, 0, 90), (1, 0, 320), (2, 0, 1))
-    rest = batch.args()[7:]
+    rest = batch.args()[7:11]
     wanted = paged_attention(*batch.args())
     rows = batch.row_seq, batch.row_pos, batch.row_end
     assert torch.equal(attention(batch.q, k, v, *rows, k_seq, k_pos, *rest), wanted)
@@ -106,8 +109,8 @@ def test_bits_of_writing_and_reading_a_cache(isa):
     seq, pos = sequences((0, 0, T))
     k_cache, v_cache = torch.full((4, G, 64, D), float("nan")), torch.full((4, G, 64, D), float("nan"))
     table = int32(2, 0, 3)[None]
-    kv_write(k, v, k_cache, v_cache, table[0, pos // 64].long() * 64 + pos % 64)
-    paged = paged_attention(q, k_cache, v_cache, table, seq, pos, pos + 1, 0.125, 0, 0.0, None)
+    kv_write(k, v, k_cache, v_cache, table[0, pos // 64].long() * 64 + pos % 64, F32, F32)
+    paged = paged_attention(q, k_cache, v_cache, table, seq, pos, pos + 1, 0.125, 0, 0.0, None, F32, F32, D)
     assert torch.equal(attention(q, k, v, seq, pos, pos + 1, seq, pos, 0.125, 0, 0.0, None), paged)
 
 

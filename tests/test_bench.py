@@ -93,7 +93,7 @@ def test_costs_of_experts_attention_and_states():
     rows = torch.tensor([9, 10], dtype=torch.int32)
     arguments = torch.zeros(2, 4, 8), cache, cache, torch.tensor([[0, 1]]).int(), torch.zeros(2).int(), rows, rows + 1
     for window, keys, pairs in ((0, 11, 21), (4, 5, 8)):
-        args = *arguments, 1.0, window, 0.0, None
+        args = *arguments, 1.0, window, 0.0, None, 0, 0, 8
         cost = registry.cost_of(paged_attention, args, {}, paged_attention(*args))
         assert cost.nbytes == keys * 2 * 8 * 4 + 2 * 2 * 4 * 8 * 4
         assert cost.operations == pairs * 4 * (8 + 8) * 2

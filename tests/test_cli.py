@@ -78,7 +78,7 @@ def pipe(monkeypatch, data: bytes) -> None:
         (["run", "m.gguf", "x", "--ctx", "0"], "--ctx"),
         (["run", "m.gguf", "x", "--threads", "0"], "--threads"),
         (["run", "m.gguf", "x", "--mode", "q5"], "'q5' is not one of 'native', 'fp32', 'q8', 'q4_0'"),
-        (["run", "m.gguf", "x", "--kv", "q8_0"], "'q8_0' is not one of 'f16', 'f32'"),
+        (["run", "m.gguf", "x", "--kv", "q4_0"], "'q4_0' is not one of 'f16', 'f32', 'q8_0', 'tq4'"),
         (["run", "m.gguf", "x", "--top-p", "1.5"], "top_p is 1.5, wanted in (0, 1]"),
         (["run", "m.gguf", "x", "--min-p", "-0.1"], "min_p is -0.1, wanted in [0, 1]"),
         (["run", "m.gguf", "x", "--top-k", "-1"], "top_k is -1, wanted 0 or more"),

@@ -1,7 +1,9 @@
-"""Who holds which page: thousands of random operations over sessions that share a pool, against a model of it that
-counts nothing and looks everything up; and a pool's own limits."""
+"""Who holds which page: thousands of random operations over sessions that share a pool and a prefix cache, against a
+model of them that counts nothing and looks everything up; and a pool's own limits."""
 
+import functools
 import itertools
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from dasllama_torch.cache.pool import KVPool, PagedKV, RecurrentState
 from dasllama_torch.cache.sequence import Sequence
 from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.engine import runner
+from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.scheduler import plan_windows
 from dasllama_torch.engine.session import Session
 
@@ -35,7 +38,7 @@ REWINDS = 0, 0, 5, N_CTX  # of the sessions in turn
 class Scribe(nn.Module):
     """A model that keeps a token's id where others keep its keys, and a hash of all ids where others have a state."""
 
-    config = SimpleNamespace(n_vocab=N_VOCAB)
+    config = SimpleNamespace(n_vocab=N_VOCAB, layers=())
 
     def forward(self, input_ids, step):
         ids = input_ids[0].numpy()
@@ -50,9 +53,20 @@ class Scribe(nn.Module):
                     layer.delta[slot] = hashed(layer.delta[slot, 0, 0, 0].item(), token)
         return SimpleNamespace(logits=torch.zeros(1, len(step.logit_rows), 1))
 
+    def get_input_embeddings(self):
+        return nn.Identity()
+
+    def get_decoder(self):
+        return lambda ids, step: self(ids, step).logits
+
 
 def hashed(value, token):
     return (31 * value + token + 1) % 65521
+
+
+def agreed(ids, others):
+    """How many of the first are the same."""
+    return len(os.path.commonprefix([ids, others]))
 
 
 class Stream:
@@ -127,23 +141,43 @@ def nbytes(pool, streams):
 
 
 class Pool(RuleBasedStateMachine):
-    """Random operations on `N_SESSIONS` sessions; `done` counts them, and what was refused."""
+    """Random operations on `N_SESSIONS` sessions; `done` counts them, and what was refused.
+
+    Most sessions have a prefix cache. It must not show: sessions get the memory that they would have without it.
+    """
 
     layers: list  # of the model
     done: Counter = Counter()
     which = st.integers(0, N_SESSIONS - 1)
 
-    @initialize(room=st.integers(1000, 10_000))
-    def start(self, room):
+    @initialize(
+        room=st.sampled_from([20_000, 2345, 20_000, 1000]),
+        share=st.sampled_from([1, 0.2, 1, 0]),
+        every=st.integers(1, 3),
+    )
+    def start(self, room, share, every):
         self.model, self.pool = Scribe(), KVPool(self.layers, "f32", room, "cpu", ROWS)
+        self.cache = PrefixCache(self.model, self.pool, int(room * share), every)
         self.sessions, self.streams = [None] * N_SESSIONS, [None] * N_SESSIONS
         for i in range(N_SESSIONS):
             self.open(i)
         self.next_id = 0
+        self.said = [[]]  # by sessions of the cache
+        self.evicted = 0
+        self.cache._tree.evict = self.count_evictions(self.cache._tree.evict)
+
+    def count_evictions(self, evict):
+        def counted():
+            self.evicted += 1
+            return evict()
+
+        return counted
 
     def open(self, i):
         rewind = REWINDS[i % len(REWINDS)]
-        self.sessions[i], self.streams[i] = Session(self.model, self.pool, N_CTX, rewind), Stream(self.pool, rewind)
+        cache = self.cache if i % 5 else None
+        self.sessions[i] = Session(self.model, self.pool, N_CTX, rewind, cache)
+        self.streams[i] = Stream(self.pool, rewind)
 
     def ids(self, n):
         self.next_id += n
@@ -161,14 +195,21 @@ class Pool(RuleBasedStateMachine):
     def eval(self, batch):
         """batch: how many tokens at the end of which session."""
         self.done["eval"] += 1
-        batch = {i: self.ids(n) for i, n in batch.items()}
+        self.eval_ids({i: self.ids(n) for i, n in batch.items()})
+
+    def eval_ids(self, batch):
         sessions = [self.sessions[i] for i in batch]
         if any(session.n_past + len(batch[i]) > N_CTX for i, session in zip(batch, sessions, strict=True)):
             with pytest.raises(dl.ContextFull):
                 dl.eval_batch(sessions, list(batch.values()), "all")
             return
         streams, most = [stream.copy() for stream in self.streams], 0
-        for window in plan_windows(list(map(len, batch.values())), MAX_ROWS):
+        marks = {
+            k: self.cache.marks(self.sessions[i], len(ids))
+            for k, (i, ids) in enumerate(batch.items())
+            if self.sessions[i].prefix_cache
+        }
+        for window in plan_windows(list(map(len, batch.values())), MAX_ROWS, marks=marks):
             chunks = [(streams[list(batch)[c.index]], list(batch.values())[c.index][c.start : c.stop]) for c in window]
             for stream, ids in chunks:
                 stream.write(ids, holders(streams))
@@ -177,15 +218,17 @@ class Pool(RuleBasedStateMachine):
                 stream.forget()
         if self.fits(most, lambda: dl.eval_batch(sessions, list(batch.values()), "all")):
             self.streams = streams
+            self.said += [session.tokens.copy() for session in sessions if session.prefix_cache]
 
     def fits(self, most, call):
-        """Whether a call for which the pool must hold so many bytes is done; one byte less, and it must not be."""
+        """Whether a call for which sessions must hold so many bytes is done; one byte less, and it must not be."""
         room = self.pool.max_bytes
-        if most > self.pool.used_bytes:
+        if most > self.pool.used_bytes - self.pool.spare_bytes:
             self.pool.max_bytes = min(room, most - 1)
             with pytest.raises(dl.OutOfPages):
                 call()
-        self.pool.max_bytes = min(room, most)
+        # Not a byte more empties the prefix cache, so there sometimes are.
+        self.pool.max_bytes = room if self.next_id % 4 else min(room, most)
         if most <= room:
             call()
         self.done["out of pages"] += most > room
@@ -232,9 +275,124 @@ class Pool(RuleBasedStateMachine):
         self.sessions[i].close()
         self.open(i)
 
+    @rule(i=which, source=st.integers(1, 30), n=st.sampled_from([N_CTX, 33, 12, 4]))
+    def repeat(self, i, source, n):
+        """Evaluate again what was said, without reuse."""
+        self.close(i)
+        if ids := self.said[-source % len(self.said)][:n]:
+            self.eval_ids({i: ids})
+
+    @rule(i=which)
+    def insert(self, i):
+        if self.sessions[i].prefix_cache:
+            self.done["insert"] += 1
+            dl.prefix_insert(self.sessions[i])
+
+    @rule(i=which, source=st.integers(1, 30), n=st.sampled_from([N_CTX, 33, 12, 4]), tail=st.integers(0, 10))
+    def attach(self, i, source, n, tail):
+        self.close(i)
+        session, ids = self.sessions[i], self.prompt(source, n, tail)
+        if session.prefix_cache:
+            used, wanted = self.pool.used_bytes, self.longest_kept(ids)
+            assert dl.prefix_attach(session, ids) == session.stats.reused_tokens == wanted
+            assert session.tokens == ids[:wanted]
+            assert self.pool.used_bytes == used
+            self.follow(i)
+            self.done["attach"] += 1
+            self.done["attached"] += wanted > 0
+
+    @rule(i=which, source=st.integers(1, 30), n=st.sampled_from([N_CTX, 33, 12, 4]), tail=st.integers(0, 40))
+    def turn(self, i, source, n, tail):
+        """Of a prompt that may go on from what the session holds, from what is kept, from both or from neither."""
+        session, ids = self.sessions[i], self.prompt(source, n, tail)
+        common = agreed(ids, session.tokens)
+        own = next(k for k in range(min(common, len(ids) - 1), -1, -1) if self.streams[i].reaches(k))
+        if ids == session.tokens and session.logits is not None:
+            own = len(ids)
+        wanted = max(own, self.longest_kept(ids) if session.prefix_cache else 0)
+        try:
+            session.prefill(ids)
+            assert session.tokens == ids
+            assert session.stats.reused_tokens == wanted
+        except dl.OutOfPages:
+            assert session.tokens == ids[:wanted]
+        self.streams[i].marks = {k: state for k, state in self.streams[i].marks.items() if k <= own == wanted}
+        self.follow(i)
+        self.said += [session.tokens.copy()] * bool(session.prefix_cache)
+        self.done["turn"] += 1
+
+    def prompt(self, source, n, tail):
+        return (self.said[-source % len(self.said)][:n] + self.ids(tail))[:N_CTX] or self.ids(1)
+
+    def follow(self, i):
+        """The stream holds what its session does; the invariants tell whether it may."""
+        pages, states = {}, {}  # of the others
+        for k, (session, stream) in enumerate(zip(self.sessions, self.streams, strict=True)):
+            if k != i:
+                for g, table in enumerate(session.sequence.tables):
+                    pages.update(((g, page), each) for page, each in zip(table, stream.pages[g], strict=True))
+                states[session.sequence.state] = stream.state
+            for mark, slot in session.sequence.checkpoints.items():
+                states[slot] = stream.marks[mark]
+        sequence, stream = self.sessions[i].sequence, self.streams[i]
+        stream.tokens = self.sessions[i].tokens.copy()
+        stream.pages = [
+            [None if page < 0 else pages.setdefault((g, page), object()) for page in table]
+            for g, table in enumerate(sequence.tables)
+        ]
+        stream.state = None if sequence.state < 0 else states.setdefault(sequence.state, object())
+
+    def kept(self):
+        """History -> what the cache keeps of its last page."""
+        found = {}
+        for block in self.cache._tree._blocks.values():
+            ids, at = (), block
+            while at.parent:
+                ids, at = at.content.ids + ids, at.parent
+            found[ids] = block
+        return found
+
+    def longest_kept(self, ids):
+        """How much of a prompt an attach should take."""
+        kept = self.kept()
+
+        def resumes(n):
+            return (not self.pool.states or kept[tuple(ids[:n])].state >= 0) and all(
+                kept[tuple(ids[: (position // ROWS + 1) * ROWS])].pages[g] >= 0
+                for g, group in enumerate(self.pool.groups)
+                for position in range(max(0, n - group.window + 1) if group.window else 0, n)
+            )
+
+        ends = [n for n in range(ROWS, len(ids), ROWS) if tuple(ids[:n]) in kept]
+        found = max((n for n in ends if resumes(n)), default=0)
+        if not self.evicted:
+            step = ROWS * (self.cache._tree.state_every if self.pool.states else 1)
+            for said in self.said:
+                assert found >= min(agreed(ids, said), len(ids) - 1) // step * step
+        return found
+
+    @invariant()
+    def what_is_kept_is_what_was_said(self):
+        tree, kept = self.cache._tree, self.kept()
+        used = self.pool.state_bytes * sum(block.state >= 0 for block in kept.values())
+        for g, group in enumerate(self.pool.groups):
+            found = {block.pages[g]: ids[-ROWS:] for ids, block in kept.items() if block.pages[g] >= 0}
+            used += group.page_bytes * len(found)
+            pages, ids = np.array([*found], int), np.array([*found.values()]).reshape(-1, ROWS, 1)
+            for layer in (layer for layer in self.pool if isinstance(layer, PagedKV) and layer.group == g):
+                assert (layer.k.numpy()[pages, 0] == ids).all()
+                assert (layer.v.numpy()[pages, 0] == -ids).all()
+        for layer in (layer for layer in self.pool if isinstance(layer, RecurrentState)):
+            for ids, block in kept.items():
+                if block.state >= 0:
+                    assert (layer.delta.numpy()[block.state] == functools.reduce(hashed, ids, 0)).all()
+                    assert (layer.conv.numpy()[block.state] == ids[-1]).all()
+        assert used == tree.used_bytes <= tree.max_bytes
+
     @invariant()
     def every_page_has_its_holders(self):
-        assert self.pool.used_bytes == nbytes(self.pool, self.streams) <= self.pool.max_bytes
+        assert self.pool.used_bytes <= self.pool.max_bytes
+        assert self.pool.used_bytes - self.pool.spare_bytes == nbytes(self.pool, self.streams)
         wanted = holders(self.streams)
         for g, group in enumerate(self.pool.groups):
             pairs = set()
@@ -253,7 +411,8 @@ class Pool(RuleBasedStateMachine):
 
     def match(self, allocator, pairs, wanted):
         """One number for each object, and for each object one number, with as many holders."""
-        assert len(pairs) == len({page for page, _ in pairs}) == len({each for _, each in pairs}) == allocator.in_use
+        assert len(pairs) == len({page for page, _ in pairs}) == len({each for _, each in pairs})
+        assert len(pairs) == allocator.in_use - allocator.spare
         for page, each in pairs:
             assert allocator.holders(page) == wanted[each]
 
@@ -282,7 +441,9 @@ class Pool(RuleBasedStateMachine):
     def teardown(self):
         for session in self.sessions:
             session.close()
-        assert self.pool.used_bytes == 0
+        assert self.pool.used_bytes == self.pool.spare_bytes == self.cache.used_bytes
+        self.cache.close()
+        assert self.pool.used_bytes == self.pool.spare_bytes == 0
         for pages in (*(group.pages for group in self.pool.groups), self.pool.states):
             if pages:
                 assert sorted(pages.take(pages.capacity)) == list(range(pages.capacity))
@@ -294,12 +455,13 @@ def test_whatever_is_done_to_many_sessions(layers, monkeypatch):
     monkeypatch.setattr(runner, "MAX_ROWS", MAX_ROWS)
     monkeypatch.setattr(Pool, "layers", layers, raising=False)
     monkeypatch.setattr(Pool, "done", Counter())
+    monkeypatch.setattr(PrefixCache, "_state", lambda cache: 0)  # which takes modules of the package only
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    few = settings(max_examples=33, stateful_step_count=150, deadline=None, suppress_health_check=health)
+    few = settings(max_examples=31, stateful_step_count=150, deadline=None, suppress_health_check=health)
     run_state_machine_as_test(Pool, settings=few)
-    kinds = "eval", "fork", "truncate", "checkpoint", "close"
+    kinds = "eval", "fork", "truncate", "checkpoint", "close", "insert", "attach", "turn"
     assert sum(map(Pool.done.get, kinds)) >= 3334
-    assert min(map(Pool.done.get, (*kinds, "out of pages", "cannot rewind"))) > 0
+    assert min(map(Pool.done.get, (*kinds, "out of pages", "cannot rewind", "attached"))) > 0
 
 
 def test_holders():

@@ -5,9 +5,16 @@ import torch
 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
+from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.kv_write import kv_write
 
 DTYPES = [torch.float32, torch.float16]
+IDS = {codec.dtype: codec.id for codec in (KV_CODECS["f32"], KV_CODECS["f16"])}
+
+
+def write(k, v, k_cache, v_cache, slots, form=kv_write):
+    """Into caches of floats, whose dtypes say the codec."""
+    form(k, v, k_cache, v_cache, slots, IDS[k_cache.dtype], IDS[v_cache.dtype])
 
 
 def caches(P, G, R, D, Dv, k_dtype=torch.float32, v_dtype=torch.float32):
@@ -34,7 +41,7 @@ def test_rows_go_to_their_slots_and_nothing_else_is_touched(P, G, R, D, Dv, k_dt
     k, v = torch.randn(T, G, D), torch.randn(T, G, Dv)
     k_cache, v_cache = caches(P, G, R, D, Dv, k_dtype, v_dtype)
     ops.reset_report()
-    kv_write(k, v, k_cache, v_cache, slots)
+    write(k, v, k_cache, v_cache, slots)
     assert ops.report() == {"kv_write": {f"cpu/{isa}": 1}}
     for x, cache in ((k, k_cache), (v, v_cache)):
         wanted = torch.full_like(cache, float("nan"))
@@ -43,7 +50,7 @@ def test_rows_go_to_their_slots_and_nothing_else_is_touched(P, G, R, D, Dv, k_dt
                 wanted[slot // R, :, slot % R] = x[t].to(cache.dtype)
         assert same_bits(cache, wanted)
     twins = caches(P, G, R, D, Dv, k_dtype, v_dtype)
-    kv_write.reference(k, v, *twins, slots)
+    write(k, v, *twins, slots, kv_write.reference)
     assert same_bits(k_cache, twins[0])
     assert same_bits(v_cache, twins[1])
 
@@ -68,7 +75,7 @@ def test_halves_are_rounded_to_nearest_even_and_clamped(isa):
     values = torch.cat([torch.tensor(special + ties), torch.randn(2000) * torch.logspace(-9, 5, 2000)])
     values = values[: values.numel() // 16 * 16].view(1, 1, -1)
     k_cache, v_cache = caches(1, 1, 1, values.numel(), values.numel(), torch.float16, torch.float16)
-    kv_write(values, -values, k_cache, v_cache, torch.tensor([0]))
+    write(values, -values, k_cache, v_cache, torch.tensor([0]))
     assert same_bits(k_cache.view(-1), values.clamp(-65504, 65504).half().view(-1))
     assert same_bits(v_cache.view(-1), (-values).clamp(-65504, 65504).half().view(-1))
 
@@ -76,7 +83,7 @@ def test_halves_are_rounded_to_nearest_even_and_clamped(isa):
 def test_nan_stays_nan(isa):
     k = torch.full((1, 1, 32), float("nan"))
     k_cache, v_cache = torch.zeros(1, 1, 1, 32).half(), torch.zeros(1, 1, 1, 32)
-    kv_write(k, k, k_cache, v_cache, torch.tensor([0]))
+    write(k, k, k_cache, v_cache, torch.tensor([0]))
     assert k_cache.isnan().all()
     assert v_cache.isnan().all()
 
@@ -90,8 +97,8 @@ def test_views(isa):
     k, v = fused[..., 7 : 7 + G * D].unflatten(-1, (G, D)), fused[..., 7 + G * D :].unflatten(-1, (G, D))
     for a, b in ((k, v), (torch.randn(B, G, L, D).transpose(1, 2), torch.randn(L, B, G, D).transpose(0, 1))):
         found, wanted = caches(4, G, 4, D, D), caches(4, G, 4, D, D)
-        kv_write(a, b, *found, slots)
-        kv_write(a.contiguous(), b.contiguous(), *wanted, slots)
+        write(a, b, *found, slots)
+        write(a.contiguous(), b.contiguous(), *wanted, slots)
         assert same_bits(found[0], wanted[0])
         assert same_bits(found[1], wanted[1])
         assert (~found[0].isnan()).sum() == B * L * G * D
@@ -101,14 +108,14 @@ def test_views(isa):
 def test_inputs_of_other_dtypes(dtype):
     k = torch.randn(3, 2, 16).to(dtype)
     k_cache, v_cache = caches(1, 2, 4, 16, 16, torch.float16)
-    kv_write(k, k, k_cache, v_cache, torch.tensor([0, 3, 1]))
+    write(k, k, k_cache, v_cache, torch.tensor([0, 3, 1]))
     assert torch.equal(v_cache[0, :, 3], k[1].float())
     assert torch.equal(k_cache[0, :, 1], k[2].half())
 
 
 def test_no_rows():
     k_cache, v_cache = caches(1, 2, 4, 16, 16)
-    kv_write(torch.randn(0, 2, 16), torch.randn(0, 2, 16), k_cache, v_cache, torch.zeros(0, dtype=torch.int64))
+    write(torch.randn(0, 2, 16), torch.randn(0, 2, 16), k_cache, v_cache, torch.zeros(0, dtype=torch.int64))
     assert k_cache.isnan().all()
 
 
@@ -118,7 +125,7 @@ def test_many_threads_write_the_same(threads):
     for n in (1, 2, 5):
         threads(n)
         pair = caches(12, 3, 64, 64, 64, torch.float16)
-        kv_write(k, v, *pair, slots)
+        write(k, v, *pair, slots)
         results.append(pair)
     for pair in results[1:]:
         assert same_bits(pair[0], results[0][0])
@@ -131,7 +138,7 @@ def test_a_slot_out_of_range_raises_and_writes_nothing(form, bad):
     k = torch.randn(3, 2, 16)
     k_cache, v_cache = caches(4, 2, 4, 16, 16)
     with pytest.raises((RuntimeError, ValueError), match=r"kv_write: slots.*less than 16 \(4 pages of 4 rows\)"):
-        form(k, k, k_cache, v_cache, torch.tensor([0, 1, bad]))
+        write(k, k, k_cache, v_cache, torch.tensor([0, 1, bad]), form)
     assert k_cache.isnan().all()
     assert v_cache.isnan().all()
 
@@ -139,7 +146,7 @@ def test_a_slot_out_of_range_raises_and_writes_nothing(form, bad):
 def test_the_error_names_the_slot():
     k = torch.randn(3, 2, 16)
     with pytest.raises(RuntimeError, match=r"slots\[2\] is 99, wanted"):
-        kv_write(k, k, *caches(4, 2, 4, 16, 16), torch.tensor([0, 1, 99]))
+        write(k, k, *caches(4, 2, 4, 16, 16), torch.tensor([0, 1, 99]))
 
 
 def test_errors():
@@ -150,29 +157,31 @@ def test_errors():
         ((k, k, k_cache, v_cache, slots.int()), "slots must be contiguous int64"),
         ((k, k, k_cache, v_cache, slots[:2]), "one row per slot, found 3 and 3 rows for 2 slots"),
         ((k, k[:2], k_cache, v_cache, slots), "one row per slot, found 3 and 2"),
-        ((k[..., :8], k, k_cache, v_cache, slots), "k has 2 heads of 8, k_cache has 2 of 16"),
-        ((k, k[:, :1], k_cache, v_cache, slots), "v has 1 heads of 16, v_cache has 2 of 16"),
+        ((k[..., :8], k, k_cache, v_cache, slots), "k_cache has rows of 64 bytes, wanted 32: a head of 8 in f32"),
+        ((k, k[:, :1], k_cache, v_cache, slots), "v has 1 heads, v_cache has 2"),
         ((k, k, k_cache, v_cache[:3], slots), "v_cache has 3 pages of 4 rows, k_cache has 4 of 4"),
-        ((k, k, k_cache.double(), v_cache, slots), r"k_cache must be f32 or f16 \[P, G, R, D\] with contiguous pages"),
-        ((k, k, k_cache, v_cache.transpose(0, 2), slots), "v_cache must be f32 or f16"),
-        ((k, k, k_cache[0], v_cache, slots), r"k_cache must be f32 or f16 \[P, G, R, D\] with contiguous pages"),
+        ((k, k, k_cache.double(), v_cache, slots), r"k_cache must be Float \[P, G, R, row\] for f32, found Double"),
+        ((k, k, k_cache, v_cache.transpose(0, 2), slots), "v_cache must have contiguous pages"),
+        ((k, k, k_cache[0], v_cache, slots), r"k_cache must be Float \[P, G, R, row\] for f32, found Float of rank 3"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            kv_write(*args)
+            kv_write(*args, 0, 0)
+    with pytest.raises(RuntimeError, match="codec 4 of v_cache is unknown, wanted 0 to 3"):
+        kv_write(k, k, k_cache, v_cache, slots, 0, 4)
 
 
 def test_an_input_that_requires_grad_is_refused():
     k, slots = torch.randn(1, 2, 16), torch.tensor([0])
     pair = caches(1, 2, 4, 16, 16)
     with pytest.raises(KernelError, match=r"dasllama::kv_write: k requires grad.*dasllama::attention"):
-        kv_write(k.clone().requires_grad_(), k, *pair, slots)
+        write(k.clone().requires_grad_(), k, *pair, slots)
     with pytest.raises(KernelError, match="v requires grad"):
-        kv_write(k, k.clone().requires_grad_(), *pair, slots)
+        write(k, k.clone().requires_grad_(), *pair, slots)
     assert pair[0].isnan().all()
     with torch.no_grad():
-        kv_write(k.clone().requires_grad_(), k, *pair, slots)
+        write(k.clone().requires_grad_(), k, *pair, slots)
     with torch.inference_mode():
-        kv_write(k.clone(), k, *pair, slots)
+        write(k.clone(), k, *pair, slots)
     assert torch.equal(pair[0][0, :, 0], k[0])
 
 
@@ -184,5 +193,7 @@ def test_opcheck():
             k[..., :8],
             *(torch.zeros(4, 2, 4, d, dtype=dtype) for d in (16, 8)),
             torch.tensor([3, -1, 0, 15, 7, 8]),
+            IDS[dtype],
+            IDS[dtype],
         )
         torch.library.opcheck(kv_write, args)

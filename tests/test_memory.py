@@ -1,5 +1,6 @@
 """Weights read into memory: the same bytes as mapped ones, in huge pages, once."""
 
+import gc
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import dasllama_torch as dl
-from dasllama_torch import memory
+from dasllama_torch import api, memory
 from dasllama_torch.errors import GGUFError
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf, write_shards
@@ -95,6 +96,25 @@ def test_what_is_too_large_for_memory_stays_mapped(oracle, monkeypatch):
     model = dl.load_model(path)
     assert path.name in mapped_files()
     assert model.config.n_embd == 64
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_looked_for_while_a_model_loads(oracle, tmp_path, enabled, monkeypatch):
+    """Whether that goes well or not, the collector is then as it was."""
+    seen, build = [], api.build_model
+    monkeypatch.setattr(
+        api, "build_model", lambda *args, **kwargs: seen.append(gc.isenabled()) or build(*args, **kwargs)
+    )
+    (gc.enable if enabled else gc.disable)()
+    try:
+        dl.load_model(oracle / "tiny" / "llama.gguf")
+        assert seen == [False]
+        assert gc.isenabled() == enabled
+        with pytest.raises(dl.GGUFError):
+            dl.load_model(tmp_path / "none.gguf")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @linux

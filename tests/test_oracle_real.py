@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tolerances import (
+    KV_NLL,
     REAL_GREEDY_MARGIN,
     REAL_LOGPROB,
     REAL_LOGPROB_PEER,
@@ -17,6 +18,7 @@ from tolerances import (
 )
 
 import dasllama_torch as dl
+from dasllama_torch.ops import registry
 
 # Fixture of the model, golden data's name, and whether the excerpt that lies beside the tests serves.
 MODELS = {
@@ -117,6 +119,20 @@ def test_longer_natural_text(native, long_texts, kv_dtype):
     found = np.concatenate([nll(native[0], text, kv_dtype) for text in ids])
     assert len(found) > 1500
     assert abs(found.mean() / wanted.mean() - 1) <= REAL_NLL
+
+
+@pytest.mark.parametrize("kv_dtype", list(KV_NLL))
+def test_codecs_of_keys_and_values(native, kv_dtype):
+    """Text soup shows after a hundred tokens or two, and on one instruction set alone: ggml-org/llama.cpp#23717."""
+    model = native[0]
+    ids = model.encode((Path(__file__).parent.parent / "benchmarks" / "passage.txt").read_text())[:300]
+    for isa in registry.isas()[1:]:
+        registry.set_isa(isa)
+        try:
+            found = nll(model, ids, kv_dtype).mean() - nll(model, ids, "f16").mean()
+        finally:
+            registry.set_isa(None)
+        assert found <= KV_NLL[kv_dtype]
 
 
 def test_teacher_forced(native):

@@ -1,5 +1,6 @@
 """Paged attention against float64 and transformers' eager functions; and that a row's bits depend on nothing else."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
 from dasllama_torch.ops import registry
+from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.paged_attention import paged_attention
 
-F16, F32 = torch.float16, torch.float32
+CODECS = ["f32", "f16", "q8_0", "tq4"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 # ---- what is computed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("H", "G", "D", "Dv", "R"),
     [
@@ -46,8 +48,8 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
         (2, 2, 1, 3, 1),
     ],
 )
-def test_against_float64(H, G, D, Dv, R, dtype, isa):
-    batch = Batch([(0, 5), (70, 3), (130, 1), (0, 1)], H=H, G=G, D=D, Dv=Dv, R=R, dtype=dtype, inert=3)
+def test_against_float64(H, G, D, Dv, R, codec, isa):
+    batch = Batch([(0, 5), (70, 3), (130, 1), (0, 1)], H=H, G=G, D=D, Dv=Dv, R=R, codec=codec, inert=3)
     ops.reset_report()
     found = paged_attention(*batch.args())
     assert ops.report() == {"paged_attention": {f"cpu/{isa}": 1}}
@@ -56,15 +58,21 @@ def test_against_float64(H, G, D, Dv, R, dtype, isa):
     assert_close(found, batch.wanted())
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
-@pytest.mark.parametrize("window", [0, 1, 4, 65, 300])
-def test_options_against_float64(window, softcap, sinks, dtype, isa):
+OPTIONS = list(itertools.product([0, 1, 4, 65, 300], [0.0, 0.5, 30.0], [False, True]))  # window, softcap, sinks
+
+
+@pytest.mark.parametrize(
+    ("codec", "window", "softcap", "sinks"),
+    [
+        *((codec, *options) for codec in ("f32", "f16") for options in OPTIONS),
+        *((codec, *options) for codec in ("q8_0", "tq4") for options in OPTIONS[::7]),
+    ],
+)
+def test_options_against_float64(codec, window, softcap, sinks, isa):
     batch = Batch(
         [(0, 70), (520, 3), (255, 2)],
         D=32,
-        dtype=dtype,
+        codec=codec,
         window=window,
         softcap=softcap,
         sinks=torch.randn(4) * 3 if sinks else None,
@@ -75,14 +83,14 @@ def test_options_against_float64(window, softcap, sinks, dtype, isa):
 
 
 def test_the_reference_against_float64():
-    for options in ({}, {"window": 5, "softcap": 2.0, "sinks": torch.randn(4)}, {"spans": [(0, 2, 9)], "dtype": F16}):
+    for options in ({}, {"window": 5, "softcap": 2.0, "sinks": torch.randn(4)}, {"spans": [(0, 2, 9)], "codec": "f16"}):
         batch = Batch([(0, 20), (66, 3)], D=24, R=16, inert=1, **options)
         assert_close(paged_attention.reference(*batch.args()), batch.wanted())
 
 
-def test_keys_and_values_of_different_dtypes(isa):
-    for k_dtype, v_dtype in ((F16, F32), (F32, F16)):
-        batch = Batch([(60, 8)], dtype=k_dtype, v_dtype=v_dtype)
+def test_keys_and_values_of_different_codecs(isa):
+    for codec, v_codec in itertools.permutations(CODECS, 2):
+        batch = Batch([(60, 8)], D=48, Dv=80, codec=codec, v_codec=v_codec)
         assert_close(paged_attention(*batch.args()), batch.wanted())
 
 
@@ -169,10 +177,14 @@ def test_rows_that_see_nothing_yield_zeros(isa):
 # ---- what must not matter -------------------------------------------------------------------------------------------
 
 FORMS = [
-    {"H": 9, "G": 3, "D": 64, "dtype": F16},
-    {"H": 4, "G": 1, "D": 256, "R": 128, "dtype": F16},
+    {"H": 9, "G": 3, "D": 64, "codec": "f16"},
+    {"H": 4, "G": 1, "D": 256, "R": 128, "codec": "f16"},
     {"H": 3, "G": 3, "D": 80, "R": 24, "window": 100},
-    {"H": 8, "G": 1, "D": 20, "softcap": 5.0, "dtype": F16},
+    {"H": 8, "G": 1, "D": 20, "softcap": 5.0, "codec": "f16"},
+    {"H": 9, "G": 3, "D": 64, "codec": "q8_0"},
+    {"H": 8, "G": 1, "D": 72, "R": 24, "window": 100, "codec": "q8_0", "v_codec": "tq4"},
+    {"H": 3, "G": 3, "D": 128, "softcap": 5.0, "codec": "tq4"},
+    {"H": 10, "G": 2, "D": 80, "R": 5, "codec": "tq4", "v_codec": "f16"},
 ]
 
 
@@ -225,9 +237,10 @@ def test_pages_of_any_size_give_the_same_bits(isa):
 
 def test_an_f16_cache_is_an_f32_cache_of_the_same_numbers(isa):
     for rows in (2, 40):
-        batch = Batch([(100, rows)], dtype=F16)
+        batch = Batch([(100, rows)], codec="f16")
         found = paged_attention(*batch.args())
         batch.k_cache, batch.v_cache = batch.k_cache.float(), batch.v_cache.float()
+        batch.codecs = (KV_CODECS["f32"],) * 2
         assert torch.equal(paged_attention(*batch.args()), found)
 
 
@@ -311,10 +324,14 @@ def test_errors_of_shapes_and_dtypes():
     for change, message in [
         ({"q": good["q"].int()}, "q must be a floating tensor"),
         ({"q": good["q"][0, 0]}, "q must be a floating tensor"),
-        ({"q": good["q"][..., :32]}, "q has heads of 32, k_cache of 64"),
+        ({"q": good["q"][..., :32]}, "k_cache has rows of 256 bytes, wanted 128: a head of 32 in f32"),
+        ({"v_dim": 65}, "v_cache has rows of 256 bytes, wanted 260: a head of 65 in f32"),
+        ({"v_dim": 0}, "v_dim is 0, wanted 1 or more"),
+        ({"k_codec": 2}, r"k_cache must be Byte \[P, G, R, row\] for q8_0, found Float"),
+        ({"v_codec": -1}, "codec -1 of v_cache is unknown, wanted 0 to 3"),
         ({"q": good["q"][:, :3]}, "q has 3 heads, wanted a multiple of the cache's 2"),
-        ({"k_cache": good["k_cache"].double()}, r"k_cache must be f32 or f16 \[P, G, R, D\]"),
-        ({"v_cache": good["v_cache"].transpose(0, 1)}, "v_cache must be .* with contiguous pages"),
+        ({"k_cache": good["k_cache"].double()}, r"k_cache must be Float \[P, G, R, row\] for f32, found Double"),
+        ({"v_cache": good["v_cache"].transpose(0, 1)}, "v_cache must have contiguous pages"),
         ({"v_cache": good["v_cache"][:2]}, r"k_cache is \[4, 2, 64, ...\], v_cache is \[2, 2, 64, ...\]"),
         ({"block_table": good["block_table"].long()}, "block_table must be contiguous int32"),
         ({"block_table": good["block_table"][0]}, "block_table must be contiguous int32"),
@@ -363,5 +380,5 @@ def test_an_input_that_requires_grad_is_refused():
 
 
 def test_opcheck():
-    for options in ({}, {"window": 3, "softcap": 2.0, "sinks": torch.randn(4), "dtype": F16}):
+    for options in ({}, {"window": 3, "softcap": 2.0, "sinks": torch.randn(4), "codec": "f16"}):
         torch.library.opcheck(paged_attention, Batch([(3, 4), (66, 1)], D=16, Dv=24, inert=1, **options).args())

@@ -23,6 +23,9 @@ REAL_LOGPROBS_FP32 = 2e-3  # fp32 mode against transformers, largest difference
 REAL_TOP1_MARGIN = 0.5  # above it, the best token must agree
 REAL_GREEDY_MARGIN = 1e-2  # fp32 mode against transformers
 
+# What the NLL of natural text may be above that with an f16 cache, in nats, mean.
+KV_NLL = {"q8_0": 0.01, "tq4": 0.1}
+
 # d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
 GRADIENT = 1e-4
 

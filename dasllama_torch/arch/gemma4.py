@@ -36,6 +36,10 @@ class Gemma4Config(DecoderConfig):
     n_embd_layer: int
     logit_softcap: float
 
+    @property
+    def causal_because(self) -> str:
+        return "E2B and E4B read pictures causally, too" if self.n_embd_layer else super().causal_because
+
     @classmethod
     def from_gguf(cls, md: Metadata, w: TensorSource) -> "Gemma4Config":
         g = read_geometry(md, w)
@@ -97,7 +101,9 @@ class Gemma4Attention(Module):
         self.o_proj = Linear(w, "attn_output", C, H * D)
         self.rope = Rope(spec.rope)
         is_source = any(other.kv_source == layer for other in cfg.layers)
-        self.attn = PagedAttention(layer, scale=1.0, window=spec.window, source=spec.kv_source, is_source=is_source)
+        self.attn = PagedAttention(
+            layer, scale=1.0, window=spec.window, source=spec.kv_source, is_source=is_source, causal=not spec.window
+        )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # [..., T, H, D]

@@ -6,21 +6,30 @@ from dasllama_torch.errors import OutOfPages
 
 
 class PageAllocator:
-    """Hands out page numbers below `capacity` and counts the holders of each. A page without a holder is free; the most
-    recently freed go out first, so that touched memory is used again."""
+    """Hands out page numbers below `capacity` and counts the holders of each. A cache may keep a page for whoever comes
+    to want it. A page that is neither held nor kept is free; the most recently freed go out first, so that touched
+    memory is used again.
+
+    spare: how many pages are kept and have no holder.
+    """
 
     def __init__(self, capacity: int):
-        self.capacity = capacity
+        self.capacity, self.spare = capacity, 0
         self._free: list[int] = []
         self._holders: list[int] = []  # of each page that was ever handed out
+        self._kept: set[int] = set()
 
     @property
     def in_use(self) -> int:
-        """How many pages have a holder."""
+        """How many pages are not free."""
         return len(self._holders) - len(self._free)
 
     def holders(self, page: int) -> int:
         return self._holders[page]
+
+    def is_alone(self, page: int) -> bool:
+        """Whether the page's holder may write to it: there is no other, and no cache keeps it."""
+        return self._holders[page] == 1 and page not in self._kept
 
     def take(self, n: int) -> list[int]:
         """n pages with one holder each, or OutOfPages and none."""
@@ -37,7 +46,8 @@ class PageAllocator:
     def share(self, pages: Iterable[int]) -> None:
         """Each page, which is not free, gets one more holder."""
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free"
+            assert self._holders[page] > 0 or page in self._kept, f"page {page} is free"
+            self.spare -= not self._holders[page]
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
@@ -46,4 +56,20 @@ class PageAllocator:
             assert self._holders[page] > 0, f"page {page} is free"
             self._holders[page] -= 1
             if not self._holders[page]:
-                self._free.append(page)
+                if page in self._kept:
+                    self.spare += 1
+                else:
+                    self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """The page, which has a holder and is not kept, outlives its holders until `drop`."""
+        assert self._holders[page] > 0, f"page {page} is free"
+        assert page not in self._kept, f"page {page} is kept already"
+        self._kept.add(page)
+
+    def drop(self, page: int) -> None:
+        """The page is kept no longer."""
+        self._kept.remove(page)
+        if not self._holders[page]:
+            self.spare -= 1
+            self._free.append(page)

@@ -1,7 +1,11 @@
 """KVPool: what all layers keep of evaluated tokens. Keys and values in pages, recurrent states in slots; sessions take
 both on demand, and may hold them together."""
 
+import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,20 +14,27 @@ from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.errors import OutOfPages
 from dasllama_torch.memory import reserve
+from dasllama_torch.ops.kv_codecs import KVCodec, codec_pair, pair_name
 
-KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
+if TYPE_CHECKING:
+    from dasllama_torch.cache.prefix import PrefixTree
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's keys and values. k [P, G, R, Dk], v [P, G, R, Dv]: within a page, the rows of a head lie together;
-    between two pages lie those of other layers.
+    """One layer's keys and values, as their codecs have them. k [P, G, R, row of k_dim], v [P, G, R, row of v_dim]:
+    within a page, the rows of a head lie together; between two pages lie those of other layers.
 
-    group: index in `KVPool.groups` and in `Step.tables` of the layers that it shares page numbers with.
+    k_dim, v_dim: elements of a head. group: index in `KVPool.groups` and in `Step.tables` of the layers that it shares
+    page numbers with.
     """
 
     k: Tensor
     v: Tensor
+    k_codec: KVCodec
+    v_codec: KVCodec
+    k_dim: int
+    v_dim: int
     group: int
 
 
@@ -49,20 +60,27 @@ class PageGroup:
 class KVPool:
     """Pages of `page_rows` tokens and slots for recurrent states, `max_bytes` of them at most.
 
-    layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: "f16" (stores clamp to +-65504) or
-    "f32". On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache
-    of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None
-    if no layer has one. A page or slot of several holders is only read. Not thread-safe.
+    layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: how keys and values are kept, a name
+    of `ops.kv_codecs.KV_CODECS`, or a pair of names for the two if they differ. codecs: the pair's rows of that table.
+    On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache of
+    layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None if
+    no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and slots beyond
+    their holders; it gives them back when sessions need the room. Not thread-safe.
     """
 
     def __init__(
-        self, layers: list[CacheSpec | StateSpec | None], kv_dtype: str, max_bytes: int, device, page_rows: int = 64
+        self,
+        layers: list[CacheSpec | StateSpec | None],
+        kv_dtype: str | tuple[str, str],
+        max_bytes: int,
+        device,
+        page_rows: int = 64,
     ):
-        if kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype {kv_dtype!r} is unknown, wanted one of {', '.join(KV_DTYPES)}")
+        self.codecs = codec_pair(kv_dtype)
         if page_rows < 1:
             raise ValueError(f"page_rows is {page_rows}, wanted 1 or more")
-        self.layers, self.kv_dtype, self.max_bytes, self.page_rows = layers, kv_dtype, max_bytes, page_rows
+        self.layers, self.max_bytes, self.page_rows = layers, max_bytes, page_rows
+        self.kv_dtype = pair_name(self.codecs)
         self.device = torch.device(device)
         windows = sorted({spec.window for spec in layers if isinstance(spec, CacheSpec)})
         self.groups = [self._group(layers, window) for window in windows]
@@ -71,6 +89,7 @@ class KVPool:
         least = sum(group.page_bytes for group in self.groups) + self.state_bytes
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
+        self._tree: weakref.ref[PrefixTree] | None = None
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
             self._memory = [self._pages(group) for group in self.groups]
@@ -78,33 +97,40 @@ class KVPool:
 
     def _group(self, layers, window: int) -> PageGroup:
         specs = [spec for spec in layers if isinstance(spec, CacheSpec) and spec.window == window]
-        row_bytes = (
-            sum(spec.n_kv_heads * (spec.k_dim + spec.v_dim) for spec in specs) * KV_DTYPES[self.kv_dtype].itemsize
-        )
-        page_bytes = self.page_rows * row_bytes
+        page_bytes = sum(sum(self._part_bytes(spec)) for spec in specs)
         # Each group alone may fill the pool: what bounds them together is max_bytes.
         return PageGroup(window, page_bytes, PageAllocator(self.max_bytes // page_bytes))
+
+    def _part_bytes(self, spec: CacheSpec) -> tuple[int, int]:
+        """Of a layer's keys and of its values in a page: whole elements of either codec's dtype."""
+        unit = max(codec.dtype.itemsize for codec in self.codecs)
+        rows = self.page_rows * spec.n_kv_heads
+        parts = (codec.row_bytes(dim) for codec, dim in zip(self.codecs, (spec.k_dim, spec.v_dim), strict=True))
+        return tuple(-(-rows * part // unit) * unit for part in parts)
 
     def _pages(self, group: PageGroup) -> Tensor:
         """A page of a group is one run of memory, all its layers' keys and values one after the other: what belongs to
         one position lies together, and a new page touches the fewest pages of the system."""
-        dtype = KV_DTYPES[self.kv_dtype]
-        return self._tensor((group.pages.capacity, group.page_bytes // dtype.itemsize), dtype, huge=True)
+        return self._tensor((group.pages.capacity, group.page_bytes), torch.uint8, huge=True)
 
     def _make(self, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
-        taken = [0] * len(windows)  # elements of a page
+        taken = [0] * len(windows)  # bytes of a page
 
-        def paged(group: int, heads: int, dim: int) -> Tensor:
+        def paged(group: int, codec: KVCodec, heads: int, dim: int, nbytes: int) -> Tensor:
+            shape = heads, self.page_rows, codec.row(dim)
             first = taken[group]
-            taken[group] += heads * self.page_rows * dim
-            return self._memory[group][:, first : taken[group]].unflatten(1, (heads, self.page_rows, dim))
+            taken[group] += nbytes
+            part = self._memory[group][:, first : first + math.prod(shape) * codec.dtype.itemsize]
+            return part.view(codec.dtype).unflatten(1, shape)
 
         made = []
         for spec in self.layers:
             if isinstance(spec, CacheSpec):
                 group = windows.index(spec.window)
-                k, v = (paged(group, spec.n_kv_heads, dim) for dim in (spec.k_dim, spec.v_dim))
-                made.append(PagedKV(k, v, group))
+                dims = spec.k_dim, spec.v_dim
+                parts = zip(self.codecs, dims, self._part_bytes(spec), strict=True)
+                k, v = (paged(group, codec, spec.n_kv_heads, dim, nbytes) for codec, dim, nbytes in parts)
+                made.append(PagedKV(k, v, *self.codecs, *dims, group))
             elif isinstance(spec, StateSpec):
                 slots = self.states.capacity
                 conv = self._tensor((slots, spec.conv_taps - 1, spec.conv_channels), torch.float32)
@@ -128,17 +154,44 @@ class KVPool:
         """How many pages of a group n positions fill or begin."""
         return -(-n // self.page_rows)
 
+    def first_seen(self, group: PageGroup, position: int) -> int:
+        """The first block that a row at `position` sees in a group."""
+        return max(0, position - group.window + 1) // self.page_rows if group.window else 0
+
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages and slots that are handed out; those of several holders count once."""
+        """Bytes of the pages and slots that are handed out or kept; those of several holders count once."""
         slots = self.states.in_use if self.states else 0
         return sum(group.pages.in_use * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Those of `used_bytes` that a prefix cache alone keeps: sessions may have them."""
+        slots = self.states.spare if self.states else 0
+        return sum(group.pages.spare * group.page_bytes for group in self.groups) + slots * self.state_bytes
+
+    @property
+    def prefix_tree(self) -> "PrefixTree | None":
+        """The prefix cache that keeps pages of this pool."""
+        return self._tree() if self._tree else None
+
+    @prefix_tree.setter
+    def prefix_tree(self, tree: "PrefixTree | None") -> None:
+        self._tree = tree and weakref.ref(tree)
+
     def require(self, nbytes: int) -> None:
-        """Raise OutOfPages unless nbytes more may be handed out."""
-        left = self.max_bytes - self.used_bytes
+        """Raise OutOfPages unless nbytes more may be handed out. For that a prefix cache gives back what was used
+        longest ago."""
+        left = self.max_bytes - self.used_bytes + self.spare_bytes
         if nbytes > left:
             raise OutOfPages(f"the KV pool has {left} of {self.max_bytes} bytes left, wanted {nbytes}")
+        self.make_room(lambda: nbytes)
+
+    def make_room(self, needed: Callable[[], int]) -> None:
+        """Let a prefix cache give back until there is room for the bytes that are needed, or it has nothing left. It
+        may change what is needed: who alone holds a page that is no longer kept writes to it without a copy."""
+        while (tree := self.prefix_tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
+            pass
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""

@@ -19,8 +19,9 @@ class Sequence:
     tokens have been taken back, nor one that follows a checkpoint. So such a layer keeps window + rewind tokens, those
     of one forward, and a page. A recurrent state has forgotten what came before: it goes back to a checkpoint only.
 
-    Pages and slots may have other holders: a fork, or the state's own checkpoint. Such ones are never written: `grow`
-    takes a copy of what the next rows change, which is the page that they begin in and the recurrent state.
+    Pages and slots may have other holders: a fork, the state's own checkpoint, a prefix cache. Such ones are never
+    written: `grow` takes a copy of what the next rows change, which is the page that they begin in and the recurrent
+    state.
     """
 
     def __init__(self, pool: KVPool, rewind: int = 0):
@@ -47,13 +48,15 @@ class Sequence:
         at = self.length % self.pool.page_rows
         return (
             0 < at <= self.pool.page_rows - n
-            and all(g.pages.holders(table[-1]) == 1 for g, table in zip(self.pool.groups, self.tables, strict=True))
-            and (self.pool.states is None or (self.state >= 0 and self.pool.states.holders(self.state) == 1))
+            and all(g.pages.is_alone(table[-1]) for g, table in zip(self.pool.groups, self.tables, strict=True))
+            and (self.pool.states is None or (self.state >= 0 and self.pool.states.is_alone(self.state)))
         )
 
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""
         stop = self.pool.blocks(self.length + n)
+        if self.pool.prefix_tree:
+            self.pool.make_room(lambda: self._bytes_to(stop))
         for g, (group, table) in enumerate(zip(self.pool.groups, self.tables, strict=True)):
             if self.length % self.pool.page_rows:
                 table[-1] = _own(group.pages, table[-1], partial(self.pool.copy_page, g))
@@ -63,6 +66,16 @@ class Sequence:
             self.pool.clear_state(self.state)
         elif self.pool.states:
             self.state = _own(self.pool.states, self.state, self.pool.copy_state)
+
+    def _bytes_to(self, stop: int) -> int:
+        """Bytes that `grow` takes for blocks before stop, copies included."""
+        needed = 0
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            copies = self.length % self.pool.page_rows and not group.pages.is_alone(table[-1])
+            needed += (stop - len(table) + bool(copies)) * group.page_bytes
+        if self.pool.states and (self.state < 0 or not self.pool.states.is_alone(self.state)):
+            needed += self.pool.state_bytes
+        return needed
 
     def advance(self, n: int) -> None:
         """The next n positions have been evaluated: give back the pages that no row can come to see."""
@@ -108,21 +121,38 @@ class Sequence:
             self.pool.states.share(slot for slot in (self.state, *self.checkpoints.values()) if slot >= 0)
         return fork
 
+    def adopt(self, length: int, tables: list[list[int]], state: int) -> None:
+        """Hold what others do of the first `length` positions, together with them, and nothing of one's own before."""
+        assert not self.length, "wanted an empty sequence"
+        self.length, self.tables, self.state = length, tables, state
+        for group, table in zip(self.pool.groups, tables, strict=True):
+            group.pages.share(page for page in table if page >= 0)
+        if state >= 0:
+            self.pool.states.share([state])
+
+    def reachable(self, n: int) -> int:
+        """The last position up to n that `truncate` can go back to."""
+        marks = sorted((mark for mark in self.checkpoints if mark < n), reverse=True)
+        return next((at for at in (n, *marks) if not self._obstacle(at)), 0)
+
+    def _obstacle(self, n: int) -> str:
+        """Why the sequence cannot go back to n, or ""."""
+        marks = ", ".join(map(str, sorted({0, *self.checkpoints})))
+        if self.pool.states and (n < self.length or self.torn) and n not in (0, *self.checkpoints):
+            return f"the recurrent state cannot go back from {self.length} to {n}, only to a checkpoint: {marks}"
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            if any(page < 0 for page in table[self.pool.first_seen(group, n) : self.pool.blocks(n)]):
+                return (
+                    f"keys that position {n} sees through a window of {group.window} are gone: {self.length} tokens "
+                    f"have been evaluated, wanted at most {self.rewind} more than {n}, or a checkpoint: {marks}"
+                )
+        return ""
+
     def truncate(self, n: int) -> None:
         """Forget positions n and after. Raises CannotRewind, changing nothing, if that is not exact."""
+        if obstacle := self._obstacle(n):
+            raise CannotRewind(obstacle)
         back = n < self.length or self.torn
-        if self.pool.states and back and n not in (0, *self.checkpoints):
-            marks = ", ".join(map(str, sorted({0, *self.checkpoints})))
-            raise CannotRewind(
-                f"the recurrent state cannot go back from {self.length} to {n}, only to a checkpoint: {marks}"
-            )
-        for group, table in zip(self.pool.groups, self.tables, strict=True):
-            oldest = max(0, n - group.window + 1) // self.pool.page_rows if group.window else 0
-            if any(page < 0 for page in table[oldest : self.pool.blocks(n)]):
-                raise CannotRewind(
-                    f"keys that position {n} sees through a window of {group.window} are gone: {self.length} tokens "
-                    f"have been evaluated, wanted at most {self.rewind} more than {n}, or a checkpoint"
-                )
         self._cut(n)
         for mark in [mark for mark in self.checkpoints if mark > n]:
             self._give_back_slot(self.checkpoints.pop(mark))
@@ -140,10 +170,7 @@ class Sequence:
 
     def first_block(self, group: PageGroup, position: int) -> int:
         """The first block that a row at `position`, or at one that it may go back to, sees in a group."""
-        if not group.window:
-            return 0
-        oldest = min(position - self.rewind, *self.checkpoints, position)
-        return max(0, oldest - group.window + 1) // self.pool.page_rows
+        return self.pool.first_seen(group, min(position - self.rewind, *self.checkpoints, position))
 
     def _cut(self, n: int) -> None:
         """Give back the pages of no position before n."""
@@ -162,8 +189,8 @@ class Sequence:
 
 
 def _own(pages: PageAllocator, page: int, copy: Callable[[int, int], None]) -> int:
-    """The page, or in its place a copy if others hold it too."""
-    if pages.holders(page) == 1:
+    """The page, or in its place a copy if others hold or keep it too."""
+    if pages.is_alone(page):
         return page
     (own,) = pages.take(1)
     copy(page, own)

@@ -26,6 +26,11 @@ class MarkerBuffer:
         self._text = self._text[self._at :] + text
         self._at = 0
 
+    def put_back(self, text: str) -> None:
+        """Gives back what was taken last."""
+        self.feed("")
+        self._text = text + self._text
+
     def finish(self) -> None:
         """No more text will come: from now on nothing is held back."""
         self._finished = True

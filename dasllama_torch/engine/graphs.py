@@ -49,7 +49,7 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor] | Non
     None, and nothing done, if no recorded step may do it. The results are those of the modules, to the bit.
     """
     model, pool = sessions[0].model, sessions[0].pool
-    if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or _is_watched():
+    if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or is_watched():
         return None
     return _steps_of(model).run(model, pool, sessions, ids)
 
@@ -57,7 +57,7 @@ def run(sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor] | Non
 def sharing(model: "CausalLM"):
     """Context for a forward by the modules themselves: where nothing but their ops happens, one rounding of an
     activation serves all weights that take it (`quant_linear.shared_activations`)."""
-    if not enabled or _is_watched():
+    if not enabled or is_watched():
         return contextlib.nullcontext()
     steps = _steps_of(model)
     if not steps.lock.acquire(blocking=False):
@@ -128,7 +128,7 @@ class _RecordedSteps:
             self.epoch, self.obstacle, self.clear, self.steps = epoch, None, False, {}
 
     def look_at(self, model) -> None:
-        self.obstacle = _find_obstacle(model)
+        self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
     def _run(self, model, pool, sessions, ids) -> list[Tensor] | None:
@@ -242,7 +242,7 @@ class _RecordedStep:
         rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
         for i, session in enumerate(sessions):
             at = session.n_past
-            rows["positions"][i] = rows["row_pos"][i] = at
+            rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
             rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
             if "state_slots" in rows:
                 rows["state_slots"][i] = session.sequence.state
@@ -288,7 +288,7 @@ class _RecordedStep:
         return self.heads[-1]
 
 
-def _find_obstacle(model: nn.Module) -> _Obstacle | None:
+def find_obstacle(model: nn.Module) -> _Obstacle | None:
     """What forbids to record a step of the modules as they are."""
     for name, module in model.named_modules():
         name = name or "the model"
@@ -325,7 +325,7 @@ def _is_ours(module: str) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody watches the ops or modules of this thread."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return modes > 0 or nn.modules.module._has_any_global_hook()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dasllama_torch.cache.forecast import Forecast
 from dasllama_torch.engine import graphs
+from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Placed, embed, place
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
 from dasllama_torch.errors import CannotRewind, ContextFull
 from dasllama_torch.ops import registry
@@ -21,26 +22,32 @@ MAX_ROWS = 512  # rows of one forward
 LOGITS = ("last", "all", None)
 
 
-def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str | None) -> list[Tensor | None]:
-    """Evaluate ids[i] at the end of sessions[i], for sessions of one model and one pool, in ragged batches.
+def run(
+    sessions: Sequence["Session"], inputs: Sequence[Sequence[int] | Embeddings], logits: str | None
+) -> list[Tensor | None]:
+    """Evaluate inputs[i], ids or embeddings, at the end of sessions[i], for sessions of one model and one pool, in
+    ragged batches.
 
-    logits: "last" gives f32 [V] per session, "all" f32 [len(ids[i]), V], None nothing. A session's result does not
+    logits: "last" gives f32 [V] per session, "all" f32 [len(inputs[i]), V], None nothing. A session's result does not
     depend on the others. Memory is asked for before anything is evaluated: ContextFull and OutOfPages leave every
     session as it was. What fails later leaves it with the tokens of the forwards that were done.
     """
     if logits not in LOGITS:
         raise ValueError(f"logits={logits!r}, wanted one of {', '.join(map(repr, LOGITS))}")
     sessions = list(sessions)
-    if not sessions or len(sessions) != len(ids):
-        raise ValueError(f"wanted one list of ids per session, found {len(sessions)} sessions and {len(ids)} lists")
-    asked = [len(tokens) for tokens in ids]
-    ids = [s.pending + [int(token) for token in tokens] for s, tokens in zip(sessions, ids, strict=True)]
-    _check(sessions, ids)
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    if not sessions or len(sessions) != len(inputs):
+        raise ValueError(f"wanted one list of ids per session, found {len(sessions)} sessions and {len(inputs)} lists")
+    asked = [len(given) for given in inputs]
+    ids = [s.pending + _ids(given) for s, given in zip(sessions, inputs, strict=True)]
+    media = {i: given for i, given in enumerate(inputs) if isinstance(given, Embeddings)}
+    _check(sessions, ids, media)
+    whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
+    marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
     _check_memory(sessions, windows)
     kept: list[list[Tensor]] = [[] for _ in sessions]
     for window in windows:
-        _run_window(sessions, ids, window, logits, kept)
+        _run_window(sessions, ids, media, window, logits, kept)
     if logits == "all":
         results = [torch.cat(parts) for parts in kept]
         for session, rows in zip(sessions, results, strict=True):
@@ -51,19 +58,26 @@ def run(sessions: Sequence["Session"], ids: Sequence[Sequence[int]], logits: str
     return [session.logits for session in sessions]
 
 
-def _check(sessions: list["Session"], ids: list[list[int]]) -> None:
+def _ids(given: Sequence[int] | Embeddings) -> list[int]:
+    return [EMBEDDING] * len(given) if isinstance(given, Embeddings) else [int(token) for token in given]
+
+
+def _check(sessions: list["Session"], ids: list[list[int]], media: dict[int, Embeddings]) -> None:
     if len(set(map(id, sessions))) != len(sessions):
         raise ValueError("a session may stand in a batch once only")
     model, pool = sessions[0].model, sessions[0].pool
     if any(s.model is not model or s.pool is not pool for s in sessions):
         raise ValueError("the sessions of a batch must be of one model and one pool")
     n_vocab = model.config.n_vocab
-    for session, tokens in zip(sessions, ids, strict=True):
+    for i, (session, tokens) in enumerate(zip(sessions, ids, strict=True)):
         if not tokens:
             raise ValueError("no ids to evaluate: wanted at least one for each session")
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
+        if i in media:
+            media[i].check(model.config)
+        else:
+            for token in tokens:
+                if not 0 <= token < n_vocab:
+                    raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
         if session.sequence.torn:
             raise CannotRewind(
                 f"an evaluation failed half way and left the recurrent state behind token {session.n_past}: truncate "
@@ -94,19 +108,27 @@ def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None
     sessions[0].pool.require(forecast.most)
 
 
-def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: list[list[Tensor]]) -> None:
+def _run_window(
+    sessions,
+    ids,
+    media: dict[int, Embeddings],
+    window: list[Chunk],
+    logits: str | None,
+    kept: list[list[Tensor]],
+) -> None:
     """One forward: rows of some sessions, whose tokens count as evaluated once it is done.
 
     Logits that are wanted are appended to `kept` of their session: f32 [V] of its last row, or [n, V] of all n.
     """
     present = [sessions[chunk.index] for chunk in window]
     spans = [ids[chunk.index][chunk.start : chunk.stop] for chunk in window]
+    placed = place(present, spans, media, window, ids) if media else []
     try:
         for session, span in zip(present, spans, strict=True):
             session.sequence.grow(len(span))
-        parts = _run_recorded(present, spans, window, logits)
+        parts = None if placed else _run_recorded(present, spans, window, logits)
         if parts is None:
-            parts = _run_modules(present, spans, window, logits)
+            parts = _run_modules(present, spans, placed, window, logits)
     except BaseException:
         for session in present:
             session.sequence.abandon()
@@ -114,6 +136,11 @@ def _run_window(sessions, ids, window: list[Chunk], logits: str | None, kept: li
     for session, span, chunk, part in zip(present, spans, window, parts, strict=True):
         session.tokens += span
         session.pending, session.logits = [], None
+        for each in placed:
+            if each.session is session:
+                session.hold(each.given, each.rows.stop)
+        if session.prefix_cache:
+            session.prefix_cache.note(session, len(span), chunk.marked)
         session.sequence.advance(len(span))
         if part is not None:
             kept[chunk.index].append(part)
@@ -128,17 +155,20 @@ def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> li
     return [row[None] for row in rows] if rows and logits == "all" else rows
 
 
-def _run_modules(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor | None]:
-    tokens, row_seq, row_pos, logit_rows, wanted_of = [], [], [], [], []
+def _run_modules(present, spans, placed: list[Placed], window: list[Chunk], logits: str | None) -> list[Tensor | None]:
+    tokens, row_seq, row_pos, positions, logit_rows, wanted_of = [], [], [], [], [], []
     for seq, (session, span, chunk) in enumerate(zip(present, spans, window, strict=True)):
         tokens += span
         row_seq += [seq] * len(span)
-        row_pos += range(session.n_past, session.n_past + len(span))
+        at = range(session.n_past, session.n_past + len(span))
+        row_pos += at
+        positions += at if not session.rope_delta else (p + session.rope_delta for p in at)
         wanted = len(span) if logits == "all" else int(logits == "last" and chunk.last)
         logit_rows += range(len(tokens) - wanted, len(tokens))
         wanted_of.append(wanted)
     with torch.inference_mode():
-        parts = _forward(present[0].model, _step(present, tokens, row_seq, row_pos, logit_rows)).split(wanted_of)
+        step = _step(present, tokens, row_seq, row_pos, positions, logit_rows)
+        parts = _forward(present[0].model, step, placed).split(wanted_of)
     if logits == "all":
         return list(parts)
     # Copies, and made here, so that they are ordinary tensors: inference tensors refuse to be changed in place.
@@ -146,7 +176,12 @@ def _run_modules(present, spans, window: list[Chunk], logits: str | None) -> lis
 
 
 def _step(
-    sessions: list["Session"], tokens: list[int], row_seq: list[int], row_pos: list[int], logit_rows: list[int]
+    sessions: list["Session"],
+    tokens: list[int],
+    row_seq: list[int],
+    row_pos: list[int],
+    positions: list[int],
+    logit_rows: list[int],
 ) -> Step:
     pool, sequences = sessions[0].pool, [session.sequence for session in sessions]
 
@@ -161,12 +196,12 @@ def _step(
             block_table=tensor([table + [-1] * (width - len(table)) for table in tables], torch.int32),
         )
 
-    positions = tensor(row_pos, torch.int32)
+    at = tensor(row_pos, torch.int32)
     return Step(
-        positions=positions.to(torch.int64),
+        positions=tensor(positions),
         row_seq=tensor(row_seq, torch.int32),
-        row_pos=positions,
-        row_end=positions + 1,
+        row_pos=at,
+        row_end=at + 1,
         n_seqs=len(sequences),
         cache=pool,
         tables=tuple(map(page_table, range(len(pool.groups)))),
@@ -177,12 +212,13 @@ def _step(
     )
 
 
-def _forward(model: "CausalLM", step: Step) -> Tensor:
+def _forward(model: "CausalLM", step: Step, placed: list[Placed]) -> Tensor:
     """Logits f32 [rows, V] of the rows that are wanted."""
     registry.count_call("step", "eager")
-    if not len(step.logit_rows):  # the cache is all that is wanted
-        with graphs.sharing(model):
-            hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
-        return hidden.new_empty(0, model.config.n_vocab)
     with graphs.sharing(model):
+        if not len(step.logit_rows):  # the cache is all that is wanted
+            model.get_decoder()(embed(model, step, placed), step)
+            return torch.empty(0, model.config.n_vocab)
+        if placed:
+            return model(inputs_embeds=embed(model, step, placed), step=step).logits[0].float().cpu()
         return model(step.input_ids, step=step).logits[0].float().cpu()

@@ -3,32 +3,44 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.engine import runner
-from dasllama_torch.errors import DasllamaError
+from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
+from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
+
+if TYPE_CHECKING:
+    from dasllama_torch.engine.prefix_cache import PrefixCache
 
 DEFAULT_SEED = 0  # of a new session, so that runs repeat
 
 
 @dataclass
 class Stats:
-    """Of the last `generate`. Times in seconds, rates in tokens per second.
+    """Of the last `generate` or `prefill`, or of the `eval` that began a session of a prefix cache. Times in seconds,
+    rates in tokens per second.
 
-    n_prompt: tokens evaluated before the first new one. n_generated: tokens yielded. prefill_s: time to evaluate the
-    prompt. ttft_s: time to the first token. decode_s: from the first token to the last. stop: why it ended: "eog",
-    "length", "context", or "caller", which also stands there while it runs and after an error.
+    n_prompt: tokens of the prompt; reused_tokens: those of them that were not evaluated, as the session or its prefix
+    cache held them. first_difference: index of the first token at which the prompt departs from the history that agrees
+    with it longest, of those that the session and its prefix cache hold; None if that history does not go on.
+    n_generated: tokens yielded. prefill_s: time to evaluate the prompt. ttft_s: time to the first token. decode_s: from
+    the first token to the last. stop: why it ended: "eog", "length", "context", or "caller", which also stands there
+    while it runs and after an error.
     """
 
     n_prompt: int = 0
+    reused_tokens: int = 0
+    first_difference: int | None = None
     n_generated: int = 0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
@@ -36,8 +48,13 @@ class Stats:
     stop: str = "caller"
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the prompt that were evaluated."""
+        return self.n_prompt - self.reused_tokens
+
+    @property
     def prefill_tps(self) -> float:
-        return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
+        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tps(self) -> float:
@@ -47,17 +64,24 @@ class Stats:
 class Session:
     """One stream over a model: its tokens, what it holds in a pool, its random generator.
 
-    tokens: the ids evaluated; n_past: how many. logits: f32 [V] after the last of them, None before any.
+    tokens: the ids evaluated, -1 for a row of embeddings; n_past: how many. spans: which rows are embeddings.
+    rope_delta: rotary position of the next token less n_past, not 0 behind embeddings with positions of their own
+    (transformers: `rope_deltas`). logits: f32 [V] after the last of them, None before any.
     pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
-    n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last `generate`.
-    sequence: its pages and states, which go back to the pool with `close`, at the end of a `with` block, or when the
-    session is collected. Not thread-safe.
+    n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last prompt.
+    prefix_cache: see `create_session`. sequence: its pages and states, which go back to the pool with `close`, at the
+    end of a `with` block, or when the session is collected. Not thread-safe.
     """
 
-    def __init__(self, model: CausalLM, pool: KVPool, n_ctx: int, rewind: int = 0):
-        self.model, self.pool, self.n_ctx = model, pool, n_ctx
+    def __init__(
+        self, model: CausalLM, pool: KVPool, n_ctx: int, rewind: int = 0, prefix_cache: "PrefixCache | None" = None
+    ):
+        self.model, self.pool, self.n_ctx, self.prefix_cache = model, pool, n_ctx, prefix_cache
+        self.origin: int | None = None  # what the prefix cache knows its tokens' forwards by
         self.sequence = CacheSequence(pool, rewind)
         self.tokens: list[int] = []
+        self.spans: list[Span] = []
+        self.rope_delta = 0
         self.pending: list[int] = []
         self.logits: Tensor | None = None
         self.stats = Stats()
@@ -68,13 +92,110 @@ class Session:
     def n_past(self) -> int:
         return len(self.tokens)
 
-    def eval(self, ids: Sequence[int], logits: str | None = "last") -> Tensor | None:
-        """Evaluate ids at the end of the session and advance it; none are needed if a token is pending.
+    def eval(self, ids: Sequence[int] | Embeddings, logits: str | None = "last") -> Tensor | None:
+        """Evaluate ids, or embeddings, at the end of the session and advance it; none are needed if a token is pending.
 
         logits: "last" returns f32 [V] of the last position, "all" f32 [len(ids), V], None returns nothing and skips the
-        head. Raises ContextFull or OutOfPages, leaving the session as it was.
+        head. Where the session is empty and has a prefix cache, what that holds of the ids is not evaluated again,
+        unless all logits are wanted. Raises ContextFull or OutOfPages, leaving the session as it was.
         """
         return eval_batch([self], [ids], logits)[0]
+
+    def prefill(self, prompt: Sequence[int | Embeddings]) -> Tensor:
+        """Make a prompt all that the session holds, and return the logits f32 [V] after it: ids, and embeddings between
+        them.
+
+        Evaluated is only what the session does not hold of it yet, nor its prefix cache: of a chat's next turn the new
+        messages, and where its history was rendered anew what follows the first difference. A session goes back to that
+        like `truncate`, so layers with a window or a recurrent state may have to go back further: to a checkpoint, to
+        what a prefix cache keeps, or to the beginning. The last token is always evaluated, unless the session stands
+        behind it already. `stats` counts both kinds.
+
+        Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
+        prompt.
+        """
+        self._check_open()
+        prompt = Prompt.of(prompt)
+        n = len(prompt.ids)
+        if not n:
+            raise ValueError("no ids to evaluate: wanted at least one")
+        if n > self.n_ctx:
+            raise ContextFull(f"{n} tokens exceed the session's context, n_ctx={self.n_ctx}")
+        self.stats = stats = Stats(n_prompt=n)
+        start = time.perf_counter()
+        if prompt.ids == self.tokens and prompt.spans == self.spans and self.logits is not None:
+            stats.reused_tokens, self.pending = n, []
+            return self.logits
+        stats.reused_tokens, stats.first_difference = self._go_back(prompt)
+        *parts, last = prompt.rest(stats.reused_tokens)
+        for part in parts:
+            runner.run([self], [part], None)
+        (logits,) = runner.run([self], [last], "last")
+        stats.prefill_s = time.perf_counter() - start
+        return logits
+
+    def _attach(self, ids: Sequence[int] | Embeddings) -> int:
+        """How many of ids an empty session takes from its prefix cache."""
+        cache = self.prefix_cache
+        if self.tokens or cache is None or not cache.is_open or isinstance(ids, Embeddings):
+            return 0
+        return cache.attach(self, ids)
+
+    def _go_back(self, prompt: Prompt) -> tuple[int, int | None]:
+        """Hold as much of a prompt as can be had without an evaluation, and nothing else: how much, and `Stats`'
+        first_difference."""
+        held = self.tokens + self.pending
+        wanted = content_of(prompt.ids, prompt.spans, 0, len(prompt.ids))
+        same = n_common(content_of(held, self.spans, 0, len(held)), wanted)
+        difference = same if same < min(len(held), len(prompt.ids)) else None
+        reused = self.sequence.reachable(min(same, self.n_past, len(prompt.ids) - 1))
+        while span := next((span for span in prompt.spans if span.start < reused < span.stop), None):
+            reused = self.sequence.reachable(span.start)
+        if self.prefix_cache:
+            match = self.prefix_cache.find(self, prompt)
+            if match.agreed > same or not held:
+                difference = match.agreed if match.differs else None
+            if match.length > reused:
+                self.truncate(0)
+                self.prefix_cache.take(self, prompt, match)
+                reused = match.length
+        self.truncate(reused)
+        return reused, difference
+
+    def eval_embd(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval` of rows of embeddings f32 [n, C] in place of ids, each of which sees those before it; see
+        `Embeddings`."""
+        return self.eval(Embeddings(rows), logits)
+
+    def eval_embd_span(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
+        """`eval_embd` of rows that see each other, too: a picture of gemma3 or gemma4. They go through the model in one
+        forward, however many. Raises UnsupportedModel where rows cannot see those after them."""
+        return self.eval(Embeddings(rows, causal=False), logits)
+
+    def eval_embd_span_mrope(
+        self, rows: Tensor, positions: Tensor, causal: bool = True, logits: str | None = "last"
+    ) -> Tensor | None:
+        """`eval_embd` of rows with positions int64 [n, 3]: time, height and width, counted from the session's next
+        rotary position (n_past + rope_delta). Text goes on behind the largest of them.
+
+        causal: as pictures of the Qwen models are, in transformers and llama.cpp; False as in `eval_embd_span`. Raises
+        UnsupportedModel for a model without M-RoPE.
+        """
+        return self.eval(Embeddings(rows, causal, positions), logits)
+
+    def hold(self, given: Embeddings, n: int) -> None:
+        """The last tokens of the session are the first n rows of the embeddings; fewer may have been noted before."""
+        span = given.span(self.n_past - n).until(self.n_past)
+        self._set_spans([*(other for other in self.spans if other.start < span.start), span])
+
+    def hold_attached(self, prompt: Prompt, n: int) -> None:
+        """The session's sequence has come to hold the first n rows of a prompt."""
+        self.tokens = prompt.ids[:n]
+        self._set_spans([span for span in prompt.spans if span.start < n])
+
+    def _set_spans(self, spans: list[Span]) -> None:
+        self.spans = spans
+        self.rope_delta = sum(span.advance - (span.stop - span.start) for span in spans)
 
     def fork(self) -> "Session":
         """A new session that stands where this one does, whatever is done to either afterwards: with its tokens, its
@@ -86,9 +207,11 @@ class Session:
         two tokens.
         """
         self._check_open()
-        fork = Session(self.model, self.pool, self.n_ctx)
+        fork = Session(self.model, self.pool, self.n_ctx, prefix_cache=self.prefix_cache)
+        fork.origin = self.origin
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
+        fork._set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
         fork._generator.set_state(self._generator.get_state())
         return fork
@@ -103,12 +226,20 @@ class Session:
         """Forget all tokens but the first n, and checkpoints after them.
 
         Layers that see all keys go back anywhere, windowed ones at least `rewind` tokens or to a checkpoint, recurrent
-        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach.
+        ones to a checkpoint or to 0. Raises CannotRewind, changing nothing, where that does not reach, and for an n
+        within a non-causal span, whose rows have seen those that would go.
         """
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise ValueError(f"n is {n}, wanted 0 to {self.n_past}, the tokens of the session")
+        for span in self.spans:
+            if span.start < n < span.stop and not span.causal:
+                raise CannotRewind(
+                    f"position {n} lies in a span of embeddings that have seen each other: wanted {span.start} or "
+                    f"{span.stop}"
+                )
         self.sequence.truncate(n)
+        self._set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]
@@ -124,12 +255,19 @@ class Session:
             self.eval([])
         if self.logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
-        return sampling.sample(self.logits, self.tokens, params or SamplingParams(), self._generator)
+        tokens = [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
+        return sampling.sample(self.logits, tokens, params or SamplingParams(), self._generator)
 
     def generate(
-        self, ids: Sequence[int] = (), params: SamplingParams | None = None, max_tokens: int | None = None
+        self,
+        ids: Sequence[int | Embeddings] | Embeddings = (),
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        *,
+        whole: bool = False,
     ) -> Iterator[tuple[int | None, str]]:
-        """Evaluate ids, then yield (token id, text) until an end-of-generation token, max_tokens or the context's end.
+        """Evaluate ids, or embeddings, then yield (token id, text) until an end-of-generation token, max_tokens or the
+        context's end. whole: they are all that the session shall hold, see `prefill`.
 
         An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
         follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
@@ -141,15 +279,20 @@ class Session:
             self.set_seed(params.seed)
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}, wanted 0 or more")
-        self.stats = stats = Stats(n_prompt=len(self.pending) + len(ids))
         tokenizer = self.model.tokenizer
         has_text = tokenizer is not None and tokenizer.has_vocab
         stop_ids = tokenizer.eog_ids if has_text else frozenset()
         start = time.perf_counter()
-        if len(ids) or self.pending:
-            self.eval(ids)
+        if whole:
+            self.prefill(ids)
+        else:
+            self.stats = Stats(n_prompt=len(self.pending) + len(ids))
+            if len(ids) or self.pending:
+                self.eval(ids)
+        stats = self.stats
         # The text goes on after what there is: a space that belongs to its first token is not lost.
-        text = StreamingDetokenizer(tokenizer, prev_id=self.tokens[-1] if self.tokens else None) if has_text else None
+        prev_id = self.tokens[-1] if self.tokens and self.tokens[-1] != EMBEDDING else None
+        text = StreamingDetokenizer(tokenizer, prev_id=prev_id) if has_text else None
         stats.prefill_s = time.perf_counter() - start
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
@@ -173,6 +316,18 @@ class Session:
         if tail:
             yield None, tail
 
+    def generate_embd(
+        self,
+        rows: Tensor,
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        *,
+        causal: bool = True,
+        positions: Tensor | None = None,
+    ) -> Iterator[tuple[int | None, str]]:
+        """`generate` behind rows of embeddings f32 [n, C]; causal and positions as of `Embeddings`."""
+        return self.generate(Embeddings(rows, causal, positions), params, max_tokens)
+
     def close(self) -> None:
         """Give pages and states back. A closed session cannot be used again."""
         if not self._closed:
@@ -194,13 +349,23 @@ class Session:
 
 
 def eval_batch(
-    sessions: Sequence[Session], ids: Sequence[Sequence[int]], logits: str | None = "last"
+    sessions: Sequence[Session], ids: Sequence[Sequence[int] | Embeddings], logits: str | None = "last"
 ) -> list[Tensor | None]:
-    """Evaluate ids[i] at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged batch.
+    """Evaluate ids[i], or embeddings, at the end of sessions[i]: prompts and single tokens, any lengths, in one ragged
+    batch.
 
     The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that
     the session would have had alone.
     """
     for session in sessions:
         session._check_open()
-    return runner.run(sessions, ids, logits)
+    if logits == "all" or len(sessions) != len(ids) or not any(s.prefix_cache and not s.tokens for s in sessions):
+        return runner.run(sessions, ids, logits)
+    reused = [session._attach(given) for session, given in zip(sessions, ids, strict=True)]
+    try:
+        return runner.run(sessions, [given[n:] if n else given for given, n in zip(ids, reused, strict=True)], logits)
+    except BaseException:
+        for session, n in zip(sessions, reused, strict=True):
+            if n and session.n_past == n:  # as it was
+                session.truncate(0)
+        raise

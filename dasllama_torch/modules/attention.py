@@ -15,7 +15,8 @@ class PagedAttention(Module):
     q [..., H, D], k and v [..., G, D] of this forward's rows -> [..., H, D]. Query head h reads kv head h // (H / G).
     window: keys seen, self included; 0: all. softcap: bound of the scores, see ops/paged_attention.py; 0: none.
     source: a layer before this one whose keys and values are read; k and v are then None, and nothing is written.
-    is_source: later layers read those of this one. sinks: f32 [H], see there too; None: none.
+    is_source: later layers read those of this one. causal: also in a non-causal span, rows see none after them.
+    sinks: f32 [H], see there too; None: none.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class PagedAttention(Module):
         softcap: float = 0.0,
         source: int | None = None,
         is_source: bool = False,
+        causal: bool = False,
     ):
         super().__init__()
         self.layer, self.scale, self.window, self.softcap = layer, scale, window, softcap
-        self.source, self.is_source = layer if source is None else source, is_source
+        self.source, self.is_source, self.causal = layer if source is None else source, is_source, causal
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
+        row_end = step.causal_end if self.causal and step.causal_end is not None else step.row_end
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
             if k is None:
@@ -39,16 +42,16 @@ class PagedAttention(Module):
             elif self.is_source:
                 step.kv[self.layer] = k, v
             return attention(
-                q, k, v, step.row_seq, step.row_pos, step.row_end, step.row_seq, step.row_pos,
+                q, k, v, step.row_seq, step.row_pos, row_end, step.row_seq, step.row_pos,
                 self.scale, self.window, self.softcap, sinks,
             )  # fmt: skip
         cache = step.cache[self.source]
         table = step.tables[cache.group]
         if k is not None:
-            kv_write(k, v, cache.k, cache.v, table.slots)
+            kv_write(k, v, cache.k, cache.v, table.slots, cache.k_codec.id, cache.v_codec.id)
         return paged_attention(
-            q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, step.row_end,
-            self.scale, self.window, self.softcap, sinks,
+            q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, row_end,
+            self.scale, self.window, self.softcap, sinks, cache.k_codec.id, cache.v_codec.id, cache.v_dim,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

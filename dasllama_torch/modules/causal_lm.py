@@ -86,6 +86,12 @@ class CausalLM(Module):
         """The embedding table of the decoder stack."""
         return self.get_decoder().embed_tokens
 
+    @property
+    def padding_id(self) -> int:
+        """The token that stands for a row of embeddings where layers look tokens up in tables of their own."""
+        padding = None if self.tokenizer is None else self.tokenizer.pad_id
+        return 0 if padding is None else padding
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of text. add_special: BOS/EOS where the model wants them; parse_special: control tokens by name."""
         return self._tokenizer().encode(text, add_special=add_special, parse_special=parse_special)

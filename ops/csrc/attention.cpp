@@ -48,17 +48,15 @@ struct Call {
     const int64_t pages = static_cast<int64_t>(page_seq.size());
     k_cache = new_like(q.keep, 0, {pages, k.H, R, k.D}, ScalarType::Float);
     v_cache = new_like(q.keep, 0, {pages, k.H, R, v.D}, ScalarType::Float);
-    float *k_data = k_cache.mutable_data_ptr<float>(), *v_data = v_cache.mutable_data_ptr<float>();
+    args.k = kv_cache(k_cache.mutable_data_ptr(), kv::F32, 4 * k.H * R * k.D, k.H, R, k.D);
+    args.v = kv_cache(v_cache.mutable_data_ptr(), kv::F32, 4 * v.H * R * v.D, v.H, R, v.D);
     parallel(S, 1 + 16384 / (k.H * (k.D + v.D) + 1), [&](int64_t first, int64_t last) {
       const Kernels& kernel = kernels();
-      kernel.kv_write(k.data, k.row_stride, k.head_stride, k.H, k.D, slots.data(), k_data, false,
-                      k.H * R * k.D, R, first, last);
-      kernel.kv_write(v.data, v.row_stride, v.head_stride, v.H, v.D, slots.data(), v_data, false,
-                      v.H * R * v.D, R, first, last);
+      kernel.kv_write(k.data, k.row_stride, k.head_stride, slots.data(), args.k, first, last);
+      kernel.kv_write(v.data, v.row_stride, v.head_stride, slots.data(), args.v, first, last);
     });
     args.q = q.data, args.q_row = q.row_stride, args.q_head = q.head_stride;
-    args.k = k_data, args.v = v_data, args.k_page = k.H * R * k.D, args.v_page = v.H * R * v.D;
-    args.H = q.H, args.G = k.H, args.R = R, args.D = q.D, args.Dv = v.D;
+    args.H = q.H;
     args.block_table = table.data(), args.B = B;
     args.row_seq = row_seq.data(), args.row_begin = begin.data(), args.row_end = end.data();
     args.scale = static_cast<float>(scale), args.softcap = static_cast<float>(softcap);
@@ -152,8 +150,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
                                                       const std::optional<Tensor>& sinks) {
   Call call(q, k, v, q_seq, q_pos, q_end, k_seq, k_pos, scale, window, softcap, sinks);
   const AttentionArgs& a = call.args;
-  DASLLAMA_CHECK(is_floating(grad) && grad.numel() == call.T * a.H * a.Dv, "attention_backward",
-                 "grad must have the output's ", call.T * a.H * a.Dv, " elements, found ", grad.numel());
+  DASLLAMA_CHECK(is_floating(grad) && grad.numel() == call.T * a.H * a.v.D, "attention_backward",
+                 "grad must have the output's ", call.T * a.H * a.v.D, " elements, found ", grad.numel());
   const Tensor g = as_f32(grad);
   Tensor dq = new_like(q, q.dim(), {}, ScalarType::Float), dk = new_like(k, k.dim(), {}, ScalarType::Float),
          dv = new_like(v, v.dim(), {}, ScalarType::Float),
@@ -176,28 +174,28 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
          dv_pages = torch::stable::new_zeros(call.v_cache, call.v_cache.sizes());
   float *dk_cache = dk_pages.mutable_data_ptr<float>(), *dv_cache = dv_pages.mutable_data_ptr<float>();
   const int64_t pages = static_cast<int64_t>(call.page_seq.size());
-  parallel(pages * a.G, 1, [&](int64_t first, int64_t last) {
+  parallel(pages * a.k.G, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
-      const int64_t page = i / a.G;
+      const int64_t page = i / a.k.G;
       const std::vector<int32_t>& rows = rows_of[call.page_seq[page]];
-      kernel.attention_backward_kv(a, g_data, stats_data, i % a.G, page, call.page_block[page] * Call::R, rows.data(),
+      kernel.attention_backward_kv(a, g_data, stats_data, i % a.k.G, page, call.page_block[page] * Call::R, rows.data(),
                                    static_cast<int64_t>(rows.size()), dk_cache, dv_cache);
     }
   });
 
   const auto gather = [&](const float* cache, int64_t D, float* out) {
     for (int64_t s = 0; s < call.S; s++)
-      for (int64_t h = 0; h < a.G; h++) {
-        float* to = out + (s * a.G + h) * D;
+      for (int64_t h = 0; h < a.k.G; h++) {
+        float* to = out + (s * a.k.G + h) * D;
         const int64_t slot = call.slots[s];
         if (slot < 0)
           std::fill_n(to, D, 0.0f);
         else
-          std::copy_n(cache + ((slot / Call::R * a.G + h) * Call::R + slot % Call::R) * D, D, to);
+          std::copy_n(cache + ((slot / Call::R * a.k.G + h) * Call::R + slot % Call::R) * D, D, to);
       }
   };
-  gather(dk_cache, a.D, dk.mutable_data_ptr<float>());
-  gather(dv_cache, a.Dv, dv.mutable_data_ptr<float>());
+  gather(dk_cache, a.k.D, dk.mutable_data_ptr<float>());
+  gather(dv_cache, a.v.D, dv.mutable_data_ptr<float>());
   return {as_dtype(dq, q.scalar_type()), as_dtype(dk, k.scalar_type()), as_dtype(dv, v.scalar_type())};
 }
 

@@ -10,8 +10,8 @@ namespace dasllama {
 // Writes a.out for all T rows; every page that a row sees has been checked.
 inline void run_attention(const AttentionArgs& a, int64_t T) {
   // Vectors of a tile: enough to pay for converting a block of halves, few enough for a second-level cache.
-  const int64_t wanted = a.D < 128 ? 128 : 64;
-  const int64_t group = a.H / a.G, most_rows = group < wanted ? wanted / group : 1;
+  const int64_t wanted = a.k.D < 128 ? 128 : 64;
+  const int64_t group = a.H / a.k.G, most_rows = group < wanted ? wanted / group : 1;
   const Kernels& k = kernels();
 
   struct Span {
@@ -24,11 +24,11 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
   int64_t parts = 0, work = 0;
   for (int64_t t = 0; t < T; t++) {
     if (a.row_seq[t] < 0 || a.row_begin[t] >= a.row_end[t]) {
-      for (int64_t i = t * a.H * a.Dv; i < (t + 1) * a.H * a.Dv; i++) a.out[i] = 0;
+      for (int64_t i = t * a.H * a.v.D; i < (t + 1) * a.H * a.v.D; i++) a.out[i] = 0;
       continue;
     }
     const int64_t first = a.row_begin[t] / kAttentionSplit, last = (a.row_end[t] - 1) / kAttentionSplit + 1;
-    work += (a.row_end[t] - a.row_begin[t]) * a.H * (a.D + a.Dv);
+    work += (a.row_end[t] - a.row_begin[t]) * a.H * (a.k.D + a.v.D);
     Span* open = spans.empty() ? nullptr : &spans.back();
     if (open && open->tile.row + open->tile.rows == t && open->tile.rows < most_rows &&
         a.row_seq[t - 1] == a.row_seq[t]) {
@@ -44,9 +44,9 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
     span.part = parts;
     span.floats = floats;
     parts += span.last - span.first;
-    floats += (span.last - span.first) * a.G * attention_state(a, span.tile.rows * group);
+    floats += (span.last - span.first) * a.k.G * attention_state(a, span.tile.rows * group);
   }
-  const int64_t tiles = static_cast<int64_t>(spans.size()), items = tiles * a.G;
+  const int64_t tiles = static_cast<int64_t>(spans.size()), items = tiles * a.k.G;
   // A thread is worth waking for about 100,000 multiply-adds.
   const int64_t useful = work / 100000 + 1, available = available_threads();
   const int64_t threads = useful < available ? useful : available;
@@ -73,9 +73,10 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
 
   if (threads == 1 || items >= 4 * threads || parts == tiles) {  // a piece: a tile of one kv head
     draw(items, [&](int64_t i) {
-      const Span& span = spans[i / a.G];
-      const int64_t g = i % a.G, vectors = span.tile.rows * group, size = attention_state(a, vectors);
+      const Span& span = spans[i / a.k.G];
+      const int64_t g = i % a.k.G, vectors = span.tile.rows * group, size = attention_state(a, vectors);
       float* total = scratch(2 * size + attention_scratch(a, vectors));
+      k.attention_queries(a, span.tile, g, total + 2 * size);
       fold(span, g, total, [&](int64_t s) {
         k.attention_split(a, span.tile, g, s, total + size, total + 2 * size);
         return total + size;
@@ -91,17 +92,19 @@ inline void run_attention(const AttentionArgs& a, int64_t T) {
   for (int64_t i = 0; i < tiles; i++)
     for (int64_t s = spans[i].first; s < spans[i].last; s++) span_of[spans[i].part + s - spans[i].first] = i;
   const auto state = [&](const Span& span, int64_t s, int64_t g) {
-    return states + span.floats + ((s - span.first) * a.G + g) * attention_state(a, span.tile.rows * group);
+    return states + span.floats + ((s - span.first) * a.k.G + g) * attention_state(a, span.tile.rows * group);
   };
-  draw(parts * a.G, [&](int64_t i) {
-    const Span& span = spans[span_of[i / a.G]];
-    const int64_t s = span.first + i / a.G - span.part, g = i % a.G;
-    k.attention_split(a, span.tile, g, s, state(span, s, g), scratch(attention_scratch(a, span.tile.rows * group)));
+  draw(parts * a.k.G, [&](int64_t i) {
+    const Span& span = spans[span_of[i / a.k.G]];
+    const int64_t s = span.first + i / a.k.G - span.part, g = i % a.k.G;
+    float* memory = scratch(attention_scratch(a, span.tile.rows * group));
+    k.attention_queries(a, span.tile, g, memory);
+    k.attention_split(a, span.tile, g, s, state(span, s, g), memory);
   });
   draw(items, [&](int64_t i) {
-    const Span& span = spans[i / a.G];
-    fold(span, i % a.G, scratch(attention_state(a, span.tile.rows * group)),
-         [&](int64_t s) { return state(span, s, i % a.G); });
+    const Span& span = spans[i / a.k.G];
+    fold(span, i % a.k.G, scratch(attention_state(a, span.tile.rows * group)),
+         [&](int64_t s) { return state(span, s, i % a.k.G); });
   });
 }
 

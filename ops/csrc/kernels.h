@@ -4,6 +4,7 @@
 // its result does not depend on the split. Every table is total: it serves all that the ops' schemas allow.
 // The same source (kernels/*.inl) is compiled once per instruction set unless a kernel has an own, faster variant.
 #pragma once
+#include "kv_codecs.h"
 #include "matmul_int.h"
 
 namespace dasllama {
@@ -12,16 +13,15 @@ namespace dasllama {
 struct AttentionArgs {
   const float* q;          // [T, H, D], the last dimension contiguous
   int64_t q_row, q_head;   // strides
-  const void *k, *v;       // caches [P, G, R, D] and [P, G, R, Dv], f16 if k_half or v_half, else f32
-  int64_t k_page, v_page;  // strides of their first dimension; the others are contiguous
-  bool k_half, v_half;
-  int64_t H, G, R, D, Dv;
+  KVCache k, v;            // of the same pages; D = k.D, Dv = v.D
+  int64_t H;
   const int32_t* block_table;  // [S, B] pages
   int64_t B;
   const int32_t *row_seq, *row_begin, *row_end;  // [T]: a row sees the keys [begin, end) of its sequence
   float scale, softcap;    // softcap 0: none
   const float* sinks;      // [H] or null
   float* out;              // [T, H, Dv] contiguous
+  const IntKernels* integer;  // for products with the codes of packed keys
 };
 
 // Rows [row, row + rows) of one sequence.
@@ -33,10 +33,11 @@ constexpr int64_t kAttentionBlock = 64, kAttentionSplit = 256;  // keys; part of
 constexpr int64_t kAttentionPad = 16;  // elements after each row of scratch: strides of powers of two share cache sets
 constexpr int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
 // Floats of a state and of the scratch of `vectors` = rows * H / G query vectors.
-inline int64_t attention_state(const AttentionArgs& a, int64_t vectors) { return vectors * (round16(a.Dv) + 2); }
+inline int64_t attention_state(const AttentionArgs& a, int64_t vectors) { return vectors * (a.v.width + 2); }
 inline int64_t attention_scratch(const AttentionArgs& a, int64_t vectors) {
-  return vectors * (round16(a.D) + kAttentionBlock + 2) +
-         kAttentionBlock * (round16(a.D) + round16(a.Dv) + 2 * kAttentionPad);
+  return vectors * (a.k.width + kAttentionBlock + 2) +
+         kAttentionBlock * (a.k.width + a.v.width + 2 * kAttentionPad) +
+         (a.v.packed() ? kAttentionBlock * (vectors + a.v.width / 32) : 0);
 }
 
 // y[m, n] = sum over k of x[m, k] * w[n, k], + bias[n]: f32 with strides in elements, w packed rows of type qtype; row m
@@ -112,9 +113,12 @@ struct SampleArgs {
   double temp;
   int64_t top_k;
   double top_p, min_p, draw;
+  int64_t penalized;             // number of ids that have another logit than `logits` says:
+  const int64_t* penalized_ids;  // these, rising
+  const float* penalized_logits;
   float *e, *list, *spare;  // memory for sample_floats(V) each
   int32_t* ids;             // for V
-  double* blocks;           // for sample_blocks(V)
+  double* blocks;           // for 2 * sample_blocks(V)
 };
 constexpr int64_t kSampleBlock = 1024;  // elements of a sum in f32
 constexpr int64_t sample_floats(int64_t V) { return round16(V) + 16; }
@@ -178,12 +182,14 @@ struct Kernels {
   int64_t (*fma_ceiling)(int64_t n);
   int64_t (*dot_ceiling)(int64_t n);
 
-  // Rows of keys or values into a cache [P, heads, R, dim], f16 if half, else f32, whose pages are page_stride elements
-  // apart; slot = page * R + row or -1.
-  void (*kv_write)(const float* x, int64_t row_stride, int64_t head_stride, int64_t heads, int64_t dim,
-                   const int64_t* slots, void* cache, bool half, int64_t page_stride, int64_t R, int64_t begin,
-                   int64_t end);
+  // Rows [begin, end) of x, G heads of D elements with strides in elements, into a cache; slot = page * R + row or -1.
+  void (*kv_write)(const float* x, int64_t row_stride, int64_t head_stride, const int64_t* slots, const KVCache& cache,
+                   int64_t begin, int64_t end);
+  // Back again, to rows [begin, end) of out [rows, G, D]; zeros where the slot is -1.
+  void (*kv_read)(const KVCache& cache, const int64_t* slots, float* out, int64_t begin, int64_t end);
 
+  // What attention_split needs of a tile's queries, at the begin of its scratch.
+  void (*attention_queries)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, float* scratch);
   // A tile's state of one split of keys; adding a split's state to the total of those before it; writing the result.
   void (*attention_split)(const AttentionArgs& a, AttentionTile tile, int64_t kv_head, int64_t split, float* state,
                           float* scratch);

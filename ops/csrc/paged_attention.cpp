@@ -1,5 +1,6 @@
 // Binding of paged_attention; semantics in ops/paged_attention.py, arithmetic in kernels/attention.inl.
 #include "attention_tiles.h"
+#include "kv_cache.h"
 #include "views.h"
 
 namespace dasllama {
@@ -12,27 +13,21 @@ const int32_t* checked_rows(const char* name, const Tensor& t, int64_t T) {
   return t.const_data_ptr<int32_t>();
 }
 
-void check_cache(const char* name, const Tensor& cache) {
-  DASLLAMA_CHECK((cache.scalar_type() == ScalarType::Float || cache.scalar_type() == ScalarType::Half) &&
-                     has_whole_pages(cache),
-                 "paged_attention", name, " must be f32 or f16 [P, G, R, D] with contiguous pages, found ",
-                 toString(cache.scalar_type()), " of rank ", cache.dim());
-}
-
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                        const Tensor& row_seq, const Tensor& row_pos, const Tensor& row_end, double scale,
-                       int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+                       int64_t window, double softcap, const std::optional<Tensor>& sinks, int64_t k_codec,
+                       int64_t v_codec, int64_t v_dim) {
   DASLLAMA_CHECK(is_floating(q) && q.dim() >= 2, "paged_attention", "q must be a floating tensor [..., H, D], found ",
                  toString(q.scalar_type()), " of rank ", q.dim());
-  check_cache("k_cache", k_cache);
-  check_cache("v_cache", v_cache);
-  const int64_t P = k_cache.size(0), G = k_cache.size(1), R = k_cache.size(2);
+  DASLLAMA_CHECK(v_dim >= 1, "paged_attention", "v_dim is ", v_dim, ", wanted 1 or more");
+  const HeadRows queries(q);
+  AttentionArgs a = {};
+  a.k = checked_cache("paged_attention", "k_cache", k_cache, k_codec, queries.D);
+  a.v = checked_cache("paged_attention", "v_cache", v_cache, v_codec, v_dim);
+  const int64_t P = k_cache.size(0), G = a.k.G, R = a.k.R;
   DASLLAMA_CHECK(v_cache.size(0) == P && v_cache.size(1) == G && v_cache.size(2) == R, "paged_attention",
                  "k_cache is [", P, ", ", G, ", ", R, ", ...], v_cache is [", v_cache.size(0), ", ", v_cache.size(1),
                  ", ", v_cache.size(2), ", ...]");
-  const HeadRows queries(q);
-  DASLLAMA_CHECK(queries.D == k_cache.size(3), "paged_attention", "q has heads of ", queries.D, ", k_cache of ",
-                 k_cache.size(3));
   DASLLAMA_CHECK(G > 0 && queries.H % G == 0, "paged_attention", "q has ", queries.H,
                  " heads, wanted a multiple of the cache's ", G);
   DASLLAMA_CHECK(R > 0, "paged_attention", "pages must have rows, found k_cache with 0");
@@ -50,13 +45,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   const int32_t* end = checked_rows("row_end", row_end, T);
   const int32_t* table = block_table.const_data_ptr<int32_t>();
 
-  Tensor out = new_like(q, q.dim() - 1, {v_cache.size(3)}, ScalarType::Float);
-  AttentionArgs a = {};
+  Tensor out = new_like(q, q.dim() - 1, {v_dim}, ScalarType::Float);
   a.q = queries.data, a.q_row = queries.row_stride, a.q_head = queries.head_stride;
-  a.k = k_cache.const_data_ptr(), a.v = v_cache.const_data_ptr();
-  a.k_page = k_cache.stride(0), a.v_page = v_cache.stride(0);
-  a.k_half = k_cache.scalar_type() == ScalarType::Half, a.v_half = v_cache.scalar_type() == ScalarType::Half;
-  a.H = queries.H, a.G = G, a.R = R, a.D = queries.D, a.Dv = v_cache.size(3);
+  a.H = queries.H;
   a.block_table = table, a.B = B;
   a.row_seq = seq, a.row_end = end;
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
@@ -86,6 +77,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     }
     AttentionArgs args = a;
     args.row_begin = begin.data();
+    args.integer = kernels().integer;
     count_call("paged_attention", kernels().name);
     run_attention(args, T);
   });

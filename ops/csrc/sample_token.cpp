@@ -27,23 +27,23 @@ Tensor sample_token(const Tensor& logits, const Tensor& seen, double repetition_
 
   const auto F = static_cast<size_t>(sample_floats(V)), B = static_cast<size_t>(sample_blocks(V));
   double* blocks = static_cast<double*>(
-      thread_scratch(B * sizeof(double) + 3 * F * sizeof(float) + static_cast<size_t>(V) * sizeof(int32_t)));
-  float* e = reinterpret_cast<float*>(blocks + B);
-  SampleArgs a{in.const_data_ptr<float>(), V, temp, top_k, top_p, min_p, draw, e, e + F, e + 2 * F,
-               reinterpret_cast<int32_t*>(e + 3 * F), blocks};
-  if (n) {
-    std::copy(a.logits, a.logits + V, e);  // the kernel may put its exponentials where it reads the logits
-    std::vector<int64_t> sorted(ids, ids + n);
-    std::sort(sorted.begin(), sorted.end());
-    const auto repetition = static_cast<float>(repetition_penalty);
-    for (auto first = sorted.begin(), next = first; first != sorted.end(); first = next) {
-      next = std::upper_bound(first, sorted.end(), *first);
-      float& v = e[*first];
-      v = (v > 0 ? v / repetition : v * repetition) - static_cast<float>(presence_penalty) -
-          static_cast<float>(frequency_penalty) * static_cast<float>(next - first);
-    }
-    a.logits = e;
+      thread_scratch(2 * B * sizeof(double) + 3 * F * sizeof(float) + static_cast<size_t>(V) * sizeof(int32_t)));
+  float* e = reinterpret_cast<float*>(blocks + 2 * B);
+  std::vector<int64_t> penalized(ids, ids + n);
+  std::sort(penalized.begin(), penalized.end());
+  std::vector<float> values;
+  const auto repetition = static_cast<float>(repetition_penalty);
+  auto last = penalized.begin();
+  for (auto first = last, next = last; first != penalized.end(); first = next) {
+    next = std::upper_bound(first, penalized.end(), *first);
+    const float v = in.const_data_ptr<float>()[*first];
+    values.push_back((v > 0 ? v / repetition : v * repetition) - static_cast<float>(presence_penalty) -
+                     static_cast<float>(frequency_penalty) * static_cast<float>(next - first));
+    *last++ = *first;
   }
+  const SampleArgs a{in.const_data_ptr<float>(), V, temp, top_k, top_p, min_p, draw,
+                     static_cast<int64_t>(values.size()), penalized.data(), values.data(),
+                     e, e + F, e + 2 * F, reinterpret_cast<int32_t*>(e + 3 * F), blocks};
   const Kernels& k = kernels();
   count_call("sample_token", k.name);
   Tensor token = torch::stable::new_empty(seen, {}, ScalarType::Long);

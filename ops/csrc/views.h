@@ -21,12 +21,6 @@ inline int64_t leading(const Tensor& x, int64_t n) {
   return rows;
 }
 
-// Whether a cache [P, G, R, D] has pages of one run each, however far apart.
-inline bool has_whole_pages(const Tensor& cache) {
-  return cache.dim() == 4 && cache.stride(3) == 1 && cache.stride(2) == cache.size(3) &&
-         cache.stride(1) == cache.size(2) * cache.size(3) && cache.stride(0) >= cache.size(1) * cache.stride(1);
-}
-
 // x [..., H, D] as T rows of H x D elements; a copy only where dtype or strides ask for one.
 struct HeadRows {
   Tensor keep;

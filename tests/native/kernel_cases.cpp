@@ -158,15 +158,18 @@ struct Cases {
     for (size_t i = 0; i < logits.size(); i += 3) logits[i] = 0.5f;
     Floats e = blank(sample_floats(V)), list = e, spare = e;
     std::vector<int32_t> ids(static_cast<size_t>(V));
-    std::vector<double> blocks(static_cast<size_t>(sample_blocks(V)));
+    std::vector<double> blocks(static_cast<size_t>(2 * sample_blocks(V)));
+    const Ids changed = {0, 1024, 5002};
+    const Floats changed_to = {0.5f, -2, 15};
     for (int64_t top_k : {0, 40, 2000})
       for (double top_p : {1.0, 0.9, 0.3})
         for (double min_p : {0.0, 0.05}) {
           Ids tokens;
           for (double temp : {0.0, 0.7, 3.0})
             for (double draw = 0; draw < 1; draw += 0x1p-5)
-              tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, e.data(), list.data(),
-                                               spare.data(), ids.data(), blocks.data()}));
+              tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, 3, changed.data(),
+                                               changed_to.data(), e.data(), list.data(), spare.data(), ids.data(),
+                                               blocks.data()}));
           put(tokens, "sample_token", top_k, top_p, min_p);
         }
   }
@@ -196,50 +199,54 @@ struct Cases {
   }
 
   // Two sequences of 300 keys over pages of R; six rows of the first and one of the second, some with a window.
-  void attention(int64_t D, int64_t Dv, int64_t R, bool half, float softcap, bool with_sinks) {
+  void attention(int64_t D, int64_t Dv, int64_t R, int k_codec, int v_codec, float softcap, bool with_sinks) {
     const int64_t keys = 300, H = 6, G = 2, B = (keys + R - 1) / R, P = 2 * B, T = 7, slots_n = 2 * B * R;
     std::vector<int32_t> table(static_cast<size_t>(P));
     for (int64_t i = 0; i < P; i++) table[static_cast<size_t>(i)] = static_cast<int32_t>(P - 1 - i);
     Ids slots(static_cast<size_t>(slots_n), -1);
     for (int64_t i = 0; i < slots_n; i++)
       if (i % (B * R) < keys) slots[static_cast<size_t>(i)] = table[static_cast<size_t>(i / R)] * R + i % R;
-    const size_t size = half ? 2 : 4;
-    const auto cache = [&](int64_t dim) {
-      std::vector<uint8_t> bytes(static_cast<size_t>(P * G * R * dim) * size, 255);
+    const auto fill = [&](std::vector<uint8_t>& bytes, int codec, int64_t dim) {
+      const int64_t page = G * R * kv_cache(nullptr, codec, 0, G, R, dim).row_bytes;
+      bytes.assign(static_cast<size_t>(P * page), 255);
+      const KVCache cache = kv_cache(bytes.data(), codec, page, G, R, dim);
       const Floats x = floats(slots_n * G * dim);
-      k.kv_write(x.data(), G * dim, dim, G, dim, slots.data(), bytes.data(), half, G * R * dim, R, 0, slots_n);
-      put(bytes, "kv_write", dim, R, half);
-      return bytes;
+      Floats back = blank(slots_n * G * dim);
+      k.kv_write(x.data(), G * dim, dim, slots.data(), cache, 0, slots_n);
+      k.kv_read(cache, slots.data(), back.data(), 0, slots_n);
+      put(bytes, "kv_write", dim, R, codec);
+      put(back, "kv_read", dim, R, codec);
+      return cache;
     };
-    const std::vector<uint8_t> k_cache = cache(D), v_cache = cache(Dv);
+    std::vector<uint8_t> k_bytes, v_bytes;
+    const KVCache k_cache = fill(k_bytes, k_codec, D), v_cache = fill(v_bytes, v_codec, Dv);
     const std::vector<int32_t> row_seq = {0, 0, 0, 0, 0, 0, 1}, row_begin = {0, 3, 17, 0, 250, 130, 5},
                                row_end = {keys, 20, 300, 65, 299, 290, 299};
     const Floats q = floats(T * H * D), sinks = floats(H), grad = floats(T * H * Dv);
     Floats out = blank(T * H * Dv);
-    const AttentionArgs a = {q.data(),     H * D, D, k_cache.data(), v_cache.data(), G * R * D, G * R * Dv, half, half,
-                             H,            G,     R, D,              Dv,             table.data(), B,
-                             row_seq.data(), row_begin.data(), row_end.data(), 0.125f, softcap,
-                             with_sinks ? sinks.data() : nullptr, out.data()};
+    const AttentionArgs a = {q.data(), H * D, D, k_cache, v_cache, H, table.data(), B, row_seq.data(), row_begin.data(),
+                             row_end.data(), 0.125f, softcap, with_sinks ? sinks.data() : nullptr, out.data(), k.integer};
     for (const AttentionTile tile : {AttentionTile{0, 1}, AttentionTile{1, 5}, AttentionTile{6, 1}})
       for (int64_t g = 0; g < G; g++) {
         const int64_t vectors = tile.rows * H / G;
         Floats total = blank(attention_state(a, vectors)), scratch = blank(attention_scratch(a, vectors));
         for (size_t i = 0; i < total.size(); i++) total[i] = i < static_cast<size_t>(vectors) ? -INFINITY : 0;
+        k.attention_queries(a, tile, g, scratch.data());
         for (int64_t split = 0; split * kAttentionSplit < keys; split++) {
           Floats part = blank(attention_state(a, vectors));
           k.attention_split(a, tile, g, split, part.data(), scratch.data());
-          put(part, "attention_split", D, R, half, tile.row, g, split);
+          put(part, "attention_split", D, R, k_codec, v_codec, tile.row, g, split);
           k.attention_merge(a, tile, part.data(), total.data());
         }
         k.attention_finish(a, tile, g, total.data());
       }
-    put(out, "attention", D, R, half);
-    if (half) return;
+    put(out, "attention", D, R, k_codec, v_codec);
+    if (k_codec != kv::F32) return;
 
     Floats stats = blank(T * H * 3), dq = blank(T * H * D), scratch = blank(3 * keys);
     for (int64_t row = 0; row < T; row++)
       k.attention_backward_q(a, grad.data(), stats.data(), dq.data(), scratch.data(), row);
-    Floats dk(k_cache.size() / 4), dv(v_cache.size() / 4);
+    Floats dk(k_bytes.size() / 4), dv(v_bytes.size() / 4);
     const std::vector<int32_t> rows = {0, 1, 2, 3, 4, 5, 6};
     for (int64_t i = 0; i < P; i++)
       for (int64_t g = 0; g < G; g++)
@@ -364,10 +371,14 @@ struct Cases {
     elementwise();
     sampling();
     experts();
-    attention(64, 64, 64, true, 0, false);
-    attention(40, 24, 16, true, 30, true);
-    attention(64, 64, 64, false, 0, true);
-    attention(40, 24, 16, false, 30, false);
+    attention(64, 64, 64, kv::F16, kv::F16, 0, false);
+    attention(40, 24, 16, kv::F16, kv::F16, 30, true);
+    attention(64, 64, 64, kv::F32, kv::F32, 0, true);
+    attention(40, 24, 16, kv::F32, kv::F32, 30, false);
+    attention(64, 64, 64, kv::Q8_0, kv::Q8_0, 0, false);
+    attention(128, 256, 64, kv::TQ4, kv::TQ4, 0, true);
+    attention(40, 72, 16, kv::Q8_0, kv::TQ4, 30, true);
+    attention(96, 33, 64, kv::TQ4, kv::Q8_0, 0, false);
     convolution();
     delta(24, 40);
     delta(16, 64);

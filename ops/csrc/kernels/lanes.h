@@ -60,6 +60,10 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+// Two codes of 4 bits, which stand for -8 to 7.
+struct nibble_pair {
+  uint8_t bits;
+};
 
 // ---- arithmetic of Two: the halves' arithmetic ----------------------------------------------------------------------
 
@@ -138,6 +142,46 @@ DASLLAMA_INLINE fvec load_one(const bf16* p) {
   fvec v;
   for (int i = 0; i < kWidth; i++) v[i] = dasllama::bf16_to_f32(b[i].bits);
   return v;
+#endif
+}
+
+DASLLAMA_INLINE fvec load_one(const int8_t* p) {
+#if defined(DASLLAMA_ISA_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(DASLLAMA_ISA_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(DASLLAMA_ISA_NEON)
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+#else
+  fvec v;
+  for (int i = 0; i < kWidth; i++) v[i] = p[i];
+  return v;
+#endif
+}
+
+// kWidth bytes: their lower codes and their upper ones.
+DASLLAMA_INLINE void load_nibbles(const nibble_pair* p, fvec& low, fvec& high) {
+#if defined(DASLLAMA_ISA_AVX512)
+  const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  low = _mm512_permutexvar_ps(bytes, values);  // takes the lower four bits of an index
+  high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
+#elif defined(DASLLAMA_ISA_AVX2)
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i eight = _mm256_set1_epi32(8);
+  low = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), eight));
+  high = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bytes, 4), eight));
+#else
+  int8_t q[2][kWidth];
+  for (int i = 0; i < kWidth; i++) {
+    q[0][i] = static_cast<int8_t>((p[i].bits & 15) - 8);
+    q[1][i] = static_cast<int8_t>((p[i].bits >> 4) - 8);
+  }
+  low = load_one(q[0]);
+  high = load_one(q[1]);
 #endif
 }
 
@@ -229,6 +273,11 @@ DASLLAMA_INLINE void store16(T* p, f32x16 v, int64_t n) {
   T padded[16];
   store16(padded, v);
   std::memcpy(p, padded, static_cast<size_t>(n) * sizeof(T));
+}
+template <class V>
+DASLLAMA_INLINE void load_nibbles(const nibble_pair* p, Two<V>& low, Two<V>& high) {
+  load_nibbles(p, low.lo, high.lo);
+  load_nibbles(p + sizeof(V) / 4, low.hi, high.hi);
 }
 DASLLAMA_INLINE f32x16 splat16(float f) { return splat<f32x16>(f); }
 DASLLAMA_INLINE f32x16 max(f32x16 a, f32x16 b) { return select(less(a, b), b, a); }

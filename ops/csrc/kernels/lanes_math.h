@@ -8,8 +8,8 @@
 
 namespace {
 
-// exp(x); 0 below -87.33 (where the result would be subnormal), infinity above 88.72, NaN for NaN.
-DASLLAMA_INLINE fvec vexp(fvec x) {
+// exp(x) of numbers up to 88.72; 0 below -87.33, where the result would be subnormal.
+DASLLAMA_INLINE fvec vexp_moderate(fvec x) {
   const fvec log2e = splat<fvec>(0x1.715476p0f), round = splat<fvec>(0x1.8p23f);
   const fvec t = fma(x, log2e, round);  // its lowest bits are n = x / ln(2), rounded
   const fvec n = t - round;
@@ -22,8 +22,11 @@ DASLLAMA_INLINE fvec vexp(fvec x) {
   p = fma(p, r, splat<fvec>(0.5f));
   p = fma(p * r, r, r) + 1.0f;
   const fvec y = (fvec)((ivec)p + ((ivec)t << 23));  // times 2^n
-  const fvec low = select(less(x, splat<fvec>(-87.33f)), fvec{}, y);
-  const fvec high = select(less(splat<fvec>(88.722839f), x), splat<fvec>(INFINITY), low);
+  return select(less(x, splat<fvec>(-87.33f)), fvec{}, y);
+}
+// exp(x) with infinity above 88.72, and NaN for NaN.
+DASLLAMA_INLINE fvec vexp(fvec x) {
+  const fvec high = select(less(splat<fvec>(88.722839f), x), splat<fvec>(INFINITY), vexp_moderate(x));
   return select(x == x, high, x);
 }
 
@@ -52,6 +55,10 @@ DASLLAMA_INLINE fvec vlog1p(fvec x) {
   return fma(s + s, l * z, s + s);
 }
 
+template <class V>
+DASLLAMA_INLINE Two<V> vexp_moderate(Two<V> x) {
+  return {vexp_moderate(x.lo), vexp_moderate(x.hi)};
+}
 template <class V>
 DASLLAMA_INLINE Two<V> vexp(Two<V> x) {
   return {vexp(x.lo), vexp(x.hi)};

@@ -184,14 +184,19 @@ static void pack_q8_0(const float* x, uint8_t* out) {
   std::memcpy(out + 2, q, 32);
 }
 
-static void pack_q4_0(const float* x, uint8_t* out) {
+// Codes of 4 bits: x ~ d * (q - 8). Returns d.
+static float to_nibbles(const float* x, uint8_t (&q)[32]) {
   const float d = first_of<32>(x, top_bits<32>(x)) / -8.0f, inverse = d != 0 ? 1.0f / d : 0.0f;
-  store_u16(out, f32_to_f16(d));
-  uint8_t q[32];
   for (int i = 0; i < 32; i++) {
     const float v = x[i] * inverse + 8.5f;
     q[i] = v > 0 ? static_cast<uint8_t>(v < 15.0f ? v : 15.0f) : 0;
   }
+  return d;
+}
+
+static void pack_q4_0(const float* x, uint8_t* out) {
+  uint8_t q[32];
+  store_u16(out, f32_to_f16(to_nibbles(x, q)));
   for (int i = 0; i < 16; i++) out[2 + i] = static_cast<uint8_t>(q[i] | q[i + 16] << 4);
 }
 

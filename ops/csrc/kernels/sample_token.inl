@@ -1,10 +1,10 @@
 // One draw of a token; formula in ops/sample_token.py. One thread reads the logits a few times, from the second-level
-// cache, and nothing sorts the vocabulary: where top-k and top-p cut is found by weighing what lies above a few pivots
-// and going on with what lies between two of them. Masses are sums in 16 lanes over a block, in double over the blocks.
+// cache, and nothing sorts the vocabulary: where top-k and top-p cut is found by weighing what lies above two pivots and
+// going on with what lies between them. Masses are sums in 16 lanes over a block, in double over the blocks.
 
-constexpr int64_t kPivotSample = 256;   // elements that pivots are chosen among; no more than these are ever sorted
-constexpr int64_t kPivotRanks[] = {-16, -3, 3, 16};  // around the rank where the cut is expected
-constexpr int kPivots = 4;
+constexpr float kLowest = -0x1.fffffep127f;  // of all numbers: what fills up 16 lanes is below it
+constexpr int64_t kPivotSample = 256;        // elements that pivots are chosen among; no more than these are ever sorted
+constexpr int64_t kPivotRanks = 16;          // how far from the rank where the cut is expected: twice the usual error
 
 // The first m <= 16 elements, and after them what is below all numbers.
 static DASLLAMA_INLINE f32x16 take16_or_lowest(const float* p, int64_t m) {
@@ -31,52 +31,66 @@ struct Largest {
   int64_t index;  // the lowest of those that have it
 };
 
-// value is infinity where an element is NaN or +infinity.
-static Largest find_largest(const float* x, int64_t n) {
+// value is infinity where an element is NaN or +infinity. Penalized logits come to lie in a.e, with all others.
+static Largest find_largest(const SampleArgs& a) {
   const f32x16 inf = splat16(INFINITY);
+  const float* x = a.penalized ? a.e : a.logits;
   Largest found = {-INFINITY, 0};
-  for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
-    f32x16 tops[4];
-    std::fill(tops, tops + 4, splat16(-INFINITY));
-    by_sixteen(begin, std::min(begin + kSampleBlock, n), [&](int64_t i, auto m) {
-      const f32x16 v = take16_or_lowest(x + i, m);
-      f32x16& top = tops[i / 16 % 4];
-      top = max(top, select(less(v, inf), v, inf));
-    });
-    const float top = max16(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  for (int64_t begin = 0, next = 0; begin < a.V; begin += kSampleBlock) {
+    const int64_t end = std::min(begin + kSampleBlock, a.V);
+    if (a.penalized) {
+      std::copy(a.logits + begin, a.logits + end, a.e + begin);
+      for (; next < a.penalized && a.penalized_ids[next] < end; next++)
+        a.e[a.penalized_ids[next]] = a.penalized_logits[next];
+    }
+    f32x16 even = splat16(-INFINITY), odd = even;
+    i32x16 numbers = less(even, inf);
+    const auto take = [&](f32x16& top, f32x16 v) __attribute__((always_inline)) {
+      top = max(top, v);
+      numbers = numbers & less(v, inf);
+    };
+    int64_t i = begin;
+    for (; i + 32 <= end; i += 32) {
+      take(even, load16(x + i));
+      take(odd, load16(x + i + 16));
+    }
+    by_sixteen(i, end, [&](int64_t i, auto m) { take(even, take16_or_lowest(x + i, m)); });
+    const float top = bits_of(numbers) == 0xffff ? max16(max(even, odd)) : INFINITY;
     if (top > found.value) found = {top, begin};
   }
   while (x[found.index] < found.value) found.index++;
   return found;
 }
 
-// e = exp((x - top) * scale). Sums of its blocks; their sum.
-static double exponentials(const float* x, int64_t n, float top, float scale, float* e, double* blocks) {
-  double total = 0;
-  for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
+// Sums of the blocks of n elements f(i, m), to blocks; their sum. Backwards: what was read last is still in the cache.
+template <class F>
+static DASLLAMA_INLINE double sum_blocks(int64_t n, double* blocks, const F& f) {
+  const int64_t count = sample_blocks(n);
+  for (int64_t b = count; b-- > 0;) {
     f32x16 sum = {};
-    by_sixteen(begin, std::min(begin + kSampleBlock, n), [&](int64_t i, auto m) {
-      const f32x16 y = vexp((take16_or_lowest(x + i, m) - splat16(top)) * splat16(scale));
-      put16(e + i, y, m);
-      sum += y;
-    });
-    total += *blocks++ = sum16(sum);
+    by_sixteen(b * kSampleBlock, std::min((b + 1) * kSampleBlock, n), [&](int64_t i, auto m) { sum += f(i, m); });
+    blocks[b] = sum16(sum);
   }
+  double total = 0;
+  for (int64_t b = 0; b < count; b++) total += blocks[b];
   return total;
 }
 
-// Sums of the blocks of those of e that are at least `least`; their sum.
+// e = exp((x - top) * scale), of numbers x <= top.
+static double exponentials(const float* x, int64_t n, float top, float scale, float* e, double* blocks) {
+  return sum_blocks(n, blocks, [&](int64_t i, auto m) {
+    const f32x16 y = vexp_moderate((take16_or_lowest(x + i, m) - splat16(top)) * splat16(scale));
+    put16(e + i, y, m);
+    return y;
+  });
+}
+
+// Of those of e that are at least `least`.
 static double masses(const float* e, int64_t n, float least, double* blocks) {
-  double total = 0;
-  for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
-    f32x16 sum = {};
-    by_sixteen(begin, std::min(begin + kSampleBlock, n), [&](int64_t i, auto m) {
-      const f32x16 v = take16(e + i, m);
-      sum += select(less(v, splat16(least)), f32x16{}, v);
-    });
-    total += *blocks++ = sum16(sum);
-  }
-  return total;
+  return sum_blocks(n, blocks, [&](int64_t i, auto m) {
+    const f32x16 v = take16(e + i, m);
+    return select(less(v, splat16(least)), f32x16{}, v);
+  });
 }
 
 // What an element adds to what is cut: its mass, or one.
@@ -85,19 +99,29 @@ static DASLLAMA_INLINE float weight_of(float v) {
   return kMass ? v : 1.0f;
 }
 
-// Weight of the elements that are at least pivots[j].
+struct Band {
+  float least, above;  // what lies between the two, without either
+  int64_t n;
+  double from_least, from_above;  // weight of the elements that are at least that
+};
+
+// The elements between least and above go to list, where 16 more may be written.
 template <bool kMass>
-static void weigh(const float* v, int64_t n, const float* pivots, double* weights) {
-  std::fill(weights, weights + kPivots, 0.0);
+static Band gather(const float* v, int64_t n, float least, float above, float* list) {
+  const f32x16 low = splat16(least), high = splat16(above);
+  Band band = {least, above, 0, 0, 0};
   for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
-    f32x16 sums[kPivots] = {};
+    f32x16 from_least = {}, from_above = {};
     by_sixteen(begin, std::min(begin + kSampleBlock, n), [&](int64_t i, auto m) {
-      const f32x16 x = take16_or_lowest(v + i, m);
-      for (int j = 0; j < kPivots; j++)
-        sums[j] += select(less(x, splat16(pivots[j])), f32x16{}, kMass ? x : splat16(1.0f));
+      const f32x16 x = take16_or_lowest(v + i, m), weight = kMass ? x : splat16(1.0f);
+      from_least += select(less(x, low), f32x16{}, weight);
+      from_above += select(less(x, high), f32x16{}, weight);
+      band.n += compress(list + band.n, x, less(low, x) & less(x, high));
     });
-    for (int j = 0; j < kPivots; j++) weights[j] += sum16(sums[j]);
+    band.from_least += sum16(from_least);
+    band.from_above += sum16(from_above);
   }
+  return band;
 }
 
 // Largest first: each counts how many come before it.
@@ -117,9 +141,10 @@ struct Cut {
 };
 
 // The fewest of the largest elements whose weight reaches target, of v, whose weight is total. list and spare: memory for
-// v and 16 elements more.
+// v and 16 elements more; blocks: for sums of v's blocks.
 template <bool kMass>
-static Cut find_cut(const float* v, int64_t n, double total, double target, float* list, float* spare) {
+static Cut find_cut(const float* v, int64_t n, double total, double target, float* list, float* spare,
+                    double* blocks) {
   for (;;) {
     float sample[kPivotSample], sorted[kPivotSample];
     const int64_t s = std::min(n, kPivotSample);
@@ -138,30 +163,22 @@ static Cut find_cut(const float* v, int64_t n, double total, double target, floa
     double passed = 0;
     int64_t rank = s - 1;
     while (rank > 0 && (passed += weight_of<kMass>(sorted[rank])) < below) rank--;
-    float pivots[kPivots];
-    double weights[kPivots];
-    for (int j = 0; j < kPivots; j++) pivots[j] = sorted[std::clamp<int64_t>(rank + kPivotRanks[j], 0, s - 1)];
-    weigh<kMass>(v, n, pivots, weights);
-    int j = 0;
-    while (j < kPivots && weights[j] < target) j++;
-    const float least = j < kPivots ? pivots[j] : -INFINITY, above = j ? pivots[j - 1] : INFINITY;
-    if (j) target -= weights[j - 1];
-    // What lies between the two, without either: fewer each time.
-    int64_t between = 0;
-    by_sixteen(0, n, [&](int64_t i, auto m) {
-      const f32x16 x = take16_or_lowest(v + i, m);
-      between += compress(list + between, x, less(splat16(least), x) & less(x, splat16(above)));
-    });
-    total = 0;
-    for (int64_t i = 0; i < between; i++) total += weight_of<kMass>(list[i]);
+    Band band = gather<kMass>(v, n, rank + kPivotRanks < s ? sorted[rank + kPivotRanks] : kLowest,
+                              rank < kPivotRanks ? INFINITY : sorted[rank - kPivotRanks], list);
+    if (band.from_above >= target)
+      band = gather<kMass>(v, n, band.above, INFINITY, list);
+    else if (band.from_least < target)
+      band = gather<kMass>(v, n, kLowest, band.least, list);
+    target -= band.from_above;
+    total = kMass ? masses(list, band.n, 0, blocks) : static_cast<double>(band.n);
     if (total < target) {  // the cut is the lower one
       int64_t equals = 0;
-      for_each(v, n, [&](f32x16 x) { return equal(x, splat16(least)); }, [&](int64_t) { equals++; });
-      const double wanted = std::ceil((target - total) / weight_of<kMass>(least));
-      return {least, static_cast<int64_t>(std::min(std::max(wanted, 1.0), static_cast<double>(equals))), equals};
+      for_each(v, n, [&](f32x16 x) { return equal(x, splat16(band.least)); }, [&](int64_t) { equals++; });
+      const double wanted = std::ceil((target - total) / weight_of<kMass>(band.least));
+      return {band.least, static_cast<int64_t>(std::min(std::max(wanted, 1.0), static_cast<double>(equals))), equals};
     }
     v = list;
-    n = between;
+    n = band.n;
     std::swap(list, spare);
   }
 }
@@ -187,18 +204,18 @@ static int64_t draw_element(const float* e, int64_t n, float least, const double
   return chosen;
 }
 
-// a.logits may be a.e: what is read of them has been, where e is written.
+// Penalized logits lie where the exponentials go: what is read of them has been, where e is written.
 static int64_t sample_token(const SampleArgs& a) {
-  const Largest top = find_largest(a.logits, a.V);
+  const Largest top = find_largest(a);
   if (!(std::fabs(top.value) < INFINITY)) return -1;
   if (a.temp <= 0) return top.index;
   double* blocks = a.blocks;
   float *e = a.e, *list = a.list;
-  const float* x = a.logits;
+  const float* x = a.penalized ? e : a.logits;
   int64_t n = a.V;
   const int32_t* ids = nullptr;
   if (a.top_k > 0 && a.top_k < n) {
-    const Cut cut = find_cut<false>(x, n, static_cast<double>(n), static_cast<double>(a.top_k), list, a.spare);
+    const Cut cut = find_cut<false>(x, n, static_cast<double>(n), static_cast<double>(a.top_k), list, a.spare, blocks);
     int64_t kept = 0, equals = cut.equals;
     for_each(
         x, n, [&](f32x16 v) { return at_most(splat16(cut.value), v); },
@@ -216,7 +233,7 @@ static int64_t sample_token(const SampleArgs& a) {
   double total = exponentials(x, n, top.value, scale, e, blocks);
   float least = static_cast<float>(a.min_p);
   if (a.top_p < 1) {
-    const Cut cut = find_cut<true>(e, n, total, a.top_p * total, list, a.spare);
+    const Cut cut = find_cut<true>(e, n, total, a.top_p * total, list, a.spare, blocks + sample_blocks(n));
     int64_t equals = cut.equals;
     if (equals < cut.all_equals)
       for_each(

@@ -21,7 +21,11 @@ namespace {
 #include "softcap.inl"
 #include "sample_token.inl"
 #include "ceilings.inl"
-#include "kv_write.inl"
+#include "kv_rotation.inl"
+#include "kv_codecs.inl"
+#include "attention_rows.inl"
+#include "attention_values.inl"
+#include "attention_scores.inl"
 #include "attention.inl"
 #include "attention_backward.inl"
 #include "causal_conv1d.inl"
@@ -61,6 +65,8 @@ using int_dot::decode_row;
     fma_ceiling,                        \
     dot_ceiling,                        \
     kv_write,                           \
+    kv_read,                            \
+    attention_queries,                  \
     attention_split,                    \
     attention_merge,                    \
     attention_finish,                   \

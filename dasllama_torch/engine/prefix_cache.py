@@ -1,0 +1,165 @@
+"""What a session need not evaluate again, since another, or itself, has done so before."""
+
+from collections.abc import Sequence
+
+from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.cache.prefix import Match, PrefixChain, PrefixTree
+from dasllama_torch.engine import graphs
+from dasllama_torch.engine.embeddings import Embeddings, Prompt
+from dasllama_torch.engine.session import Session, Stats
+from dasllama_torch.errors import DasllamaError
+from dasllama_torch.modules import base
+from dasllama_torch.modules.causal_lm import CausalLM
+
+
+class PrefixCache:
+    """The full pages of what its sessions have evaluated, for sessions whose prompts begin alike.
+
+    Its sessions are those of `create_session(prefix_cache=...)`. A session adds each page as soon as it is full, before
+    a window leaves it behind, and an empty one begins a prompt with the longest prefix that is kept (`attach`). Pages
+    are shared, not copied; the results are those of a session that evaluates all. The cache holds at most `max_bytes`
+    of pages and recurrent states, those that sessions hold too included, and gives back what was used longest ago; so
+    it does when the pool has no room left for what sessions need.
+
+    Recurrent layers can only go on from a copy of their states. One is kept every `checkpoint_every` pages, at the last
+    page boundary before a prompt's end and at its end if that is one; a copy costs `pool.state_bytes`. So a prompt's
+    forward is cut at these boundaries.
+
+    It serves one model as it is. What was evaluated under hooks, dispatch modes or modules from elsewhere is not kept,
+    nothing is reused under them, and a changed module empties the cache: `why_not` tells. Values that are written into
+    a weight's memory do not show: call `clear`. Not thread-safe.
+    """
+
+    _closed = True  # until it has been made
+
+    def __init__(self, model: CausalLM, pool: KVPool, max_bytes: int, checkpoint_every: int):
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}, wanted 0 or more")
+        if checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every is {checkpoint_every}, wanted 1 page or more")
+        if pool.prefix_tree:
+            raise ValueError("the pool has a prefix cache already")
+        self.model, self.pool = model, pool
+        self._tree = pool.prefix_tree = PrefixTree(pool, max_bytes, checkpoint_every)
+        self._epoch, self._plain = base.epoch(), False
+        ropes = [layer.rope for layer in model.config.layers if layer.rope and layer.rope.long]
+        self._contexts = sorted({rope.long.original_context for rope in ropes})
+        self._closed = False
+
+    def attach(self, session: Session, prompt: Sequence[int | Embeddings]) -> int:
+        """Let an empty session hold the longest kept prefix of a prompt, ids and embeddings between them: in whole
+        pages, without the prompt's last token, whose logits are wanted, and with embeddings from beginning to end or
+        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves
+        in `eval`, `generate` and `prefill`."""
+        self._check(session)
+        if session.n_past:
+            raise ValueError(f"wanted an empty session, found one of {session.n_past} tokens")
+        prompt = Prompt.of(prompt)
+        match = self.find(session, prompt)
+        self.take(session, prompt, match)
+        difference = match.agreed if match.differs else None
+        session.stats = Stats(n_prompt=len(prompt.ids), reused_tokens=match.length, first_difference=difference)
+        return match.length
+
+    def find(self, session: Session, prompt: Prompt) -> Match:
+        """What is kept of a prompt of the session."""
+        if self._closed or self._state() is None or len(prompt.ids) > session.n_ctx:
+            return Match([], 0, 0, False)
+        return self._tree.find(self._root(session), prompt.ids, prompt.spans)
+
+    def take(self, session: Session, prompt: Prompt, match: Match) -> None:
+        """`attach` of what was found."""
+        if match.length:
+            self._tree.attach(match, session.sequence)
+            session.hold_attached(prompt, match.length)
+            session.origin = self._state()
+
+    def insert(self, session: Session, with_state: bool = True) -> None:
+        """Keep the session's full pages, and its recurrent states if its tokens end with a page. Sessions do so by
+        themselves when a page is full."""
+        self._check(session)
+        if session.origin is not None and session.origin == self._state():
+            self._tree.insert(self._root(session), session.tokens, session.spans, session.sequence, with_state)
+
+    def marks(self, session: Session, n: int) -> list[int]:
+        """Where an evaluation of n further tokens has to stop so that recurrent states can be kept, in tokens."""
+        if self._closed or self._state() is None:
+            return []
+        return [at - session.n_past for at in self._tree.marks(session.n_past, session.n_past + n)]
+
+    def note(self, session: Session, n: int, with_state: bool) -> None:
+        """The last n tokens of a session have been evaluated, and its windows still hold what they saw."""
+        state, rows = self._state(), self.pool.page_rows
+        if session.n_past == n:
+            session.origin = state
+        elif session.origin != state:
+            session.origin = None  # of two kinds: nothing of it can be reused until it begins anew
+        if session.n_past // rows > (session.n_past - n) // rows and not self._closed:
+            self.insert(session, with_state)
+
+    def why_not(self) -> str:
+        """What forbids to keep or reuse anything at the moment, or ""."""
+        if self._closed:
+            return "the prefix cache is closed"
+        if graphs.is_watched():
+            return "a dispatch mode or a hook of all modules"
+        obstacle = graphs.find_obstacle(self.model)
+        return obstacle.text if obstacle else ""
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages and states that it keeps, those that sessions hold too included."""
+        return self._tree.used_bytes
+
+    def held_groups(self) -> int:
+        """How many stretches of `pool.page_rows` tokens it keeps."""
+        return self._tree.n_blocks
+
+    def chains(self) -> list[PrefixChain]:
+        """The histories that it keeps, those with the most hits first."""
+        return self._tree.chains()
+
+    def clear(self) -> None:
+        """Give everything back to the pool; what sessions hold remains theirs."""
+        self._tree.clear()
+
+    def close(self) -> None:
+        """Clear it for good. Its sessions go on without."""
+        if not self._closed:
+            self._closed = True
+            self._tree.clear()
+            self.pool.prefix_tree = None
+
+    def _check(self, session: Session) -> None:
+        if self._closed:
+            raise DasllamaError("the prefix cache is closed")
+        session._check_open()
+        if session.prefix_cache is not self:
+            raise ValueError("the session is none of this prefix cache: wanted create_session(prefix_cache=...)")
+
+    def _state(self) -> int | None:
+        """What tells two kinds of forwards apart; None for one whose results must not be reused."""
+        if base.epoch() != self._epoch:
+            self._epoch, self._plain = base.epoch(), False
+            self._tree.clear()
+        if graphs.is_watched():
+            return None
+        self._plain = self._plain or graphs.find_obstacle(self.model) is None
+        return self._epoch if self._plain else None
+
+    def _root(self, session: Session) -> bytes:
+        """What decides keys besides tokens: LongRoPE's frequencies go by the session's context."""
+        return bytes(session.n_ctx > context for context in self._contexts)
+
+    def __enter__(self) -> "PrefixCache":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __del__(self):
+        self.close()
