@@ -350,6 +350,7 @@ def test_values_have_the_type_of_the_schema(text, types, wanted):
     [
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
         ({"const": True}, "True", True),
