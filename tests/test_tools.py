@@ -286,6 +286,24 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("python", None)]),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>"{\\"a\\": 1}"<|call|>', [("f", {"a": 1})]),
+        # Strings that are not closed again.
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.f<|message|>{"a": "x}<|call|>'
+            '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"b": 1}<|call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x}[TOOL_CALLS]g[ARGS]{"b": 1}', [("f", None), ("g", {"b": 1})]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x}}][TOOL_CALLS]g[ARGS]{"b": 1}',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:<|"|>x}<tool_call|><|tool_call>call:g{b:1}<tool_call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
     ],
 )
 def test_what_models_write(form, text, wanted):
@@ -384,6 +402,23 @@ def test_text_comes_out_as_soon_as_it_is_certain():
     assert stream.finish() == []
 
 
+def test_a_stream_is_of_one_reply():
+    stream = CallStream(tool_format("hermes").read)
+    assert stream.finish() == []
+    with pytest.raises(ValueError, match="wanted a new stream"):
+        stream.feed("x")
+
+
+def test_ids_are_the_models_own():
+    (call,) = check("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", tool_format("mistral")).calls
+    assert call.id == "abcdefghi"
+    _, (delta,) = streamed([call.raw], tool_format("mistral"))
+    assert delta == CallDelta(0, "f", "{}", "abcdefghi")
+    for text in ('[{"id": "a1", "name": "f", "arguments": {}}]', '[{"name": "f", "arguments": {}, "id": "a1"}]'):
+        assert check(f"[TOOL_CALLS]{text}", tool_format("mistral")).calls[0].id == "a1"
+    assert check('<tool_call>{"name": "f"}</tool_call>', tool_format("hermes")).calls[0].id is None
+
+
 def test_long_texts_stream_within_formats_without_json():
     stream = CallStream(tool_format("qwen3-coder").read, TOOLS)
     assert stream.feed("<tool_call>\n<function=f-2>\n<para") == [CallDelta(0, "f-2", "")]
@@ -402,7 +437,6 @@ def test_the_format_is_found(oracle):
     }
     for template, form in {**{case.template: case.form for case in CASES}, **others}.items():
         assert detect_format(source(oracle, template), (), "llama").name == form
-        assert [f.name for f in FORMATS.values() if writes_tools(source(oracle, template), f)][0]
         assert writes_tools(source(oracle, template), FORMATS[form])
     for template in TEMPLATES_WITHOUT_TOOLS:
         assert not any(writes_tools(source(oracle, template), form) for form in FORMATS.values())

@@ -134,8 +134,8 @@ class _Members:
             self._name = self._value()
             if self._arguments:
                 self.begin_call()
-        elif self._key == "id" and (id := self._value()):
-            self._reader.set_id(id)
+        elif self._key == "id" and (call_id := self._value()):
+            self._reader.id(call_id)
         self._key = None
         self._text = []
 

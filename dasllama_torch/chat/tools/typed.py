@@ -43,8 +43,6 @@ def _types(schema: Any) -> Iterable[str]:
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value. Where several types fit it is a string last; what fits none is a string."""
-    if types == {"string"}:
-        return dumps(text)
     try:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else loads(text)
     except ValueError:
