@@ -44,7 +44,7 @@ class PrefixCache:
             raise ValueError("the pool has a prefix cache already")
         self.model, self.pool = model, pool
         self._tree = pool.prefix_tree = PrefixTree(pool, max_bytes, checkpoint_every)
-        self._epoch, self._plain = -1, False
+        self._epoch, self._obstacle = -1, None
         self._modules: list[dict[str, Any]] = []  # of the version
         self._version = 0  # how often they have changed
         ropes = [layer.rope for layer in model.config.layers if layer.rope and layer.rope.long]
@@ -108,8 +108,8 @@ class PrefixCache:
             return "the prefix cache is closed"
         if graphs.is_watched():
             return "a dispatch mode or a hook of all modules"
-        obstacle = graphs.find_obstacle(self.model)
-        return obstacle.text if obstacle else ""
+        self._state()
+        return self._obstacle.text if self._obstacle else ""
 
     @property
     def is_open(self) -> bool:
@@ -150,14 +150,14 @@ class PrefixCache:
         """What tells two kinds of forwards apart; None for one whose results must not be reused."""
         if graphs.is_watched():
             return None
-        if base.epoch() != self._epoch or not self._plain:
-            self._epoch, self._plain = base.epoch(), graphs.find_obstacle(self.model) is None
-            if self._plain:  # and perhaps as it was: a hook has come and gone, or another model has changed
+        if base.epoch() != self._epoch or (self._obstacle and not self._obstacle.lasting):
+            self._epoch, self._obstacle = base.epoch(), graphs.find_obstacle(self.model)
+            if not self._obstacle:  # and perhaps as it was: a hook has come and gone, or another model has changed
                 modules = [_attributes(module) for module in self.model.modules()]
                 if not _same(modules, self._modules):
                     self._modules, self._version = modules, self._version + 1
                     self._tree.clear()
-        return self._version if self._plain else None
+        return None if self._obstacle else self._version
 
     def _root(self, session: Session) -> bytes:
         """What decides keys besides tokens: LongRoPE's frequencies go by the session's context."""
