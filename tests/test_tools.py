@@ -350,6 +350,7 @@ def test_values_have_the_type_of_the_schema(text, types, wanted):
     [
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
         ({"const": True}, "True", True),
@@ -379,12 +380,12 @@ BOMBS = {
 @pytest.mark.parametrize("unit", ['{"a":', "[", "{a:", '"\\'])
 def test_deep_and_long_replies(form, unit):
     before, after = BOMBS[form.name]
-    reply = parse_calls(before + unit * 30_000 + after, form)
+    reply = parse_calls(before + unit * 10_000 + after, form)
     assert all(
         call.arguments is None or call.arguments.keys() <= {"x", "a"} for call in reply.calls
     )  # if at all, as text
-    many = parse_calls((before + "{}" + after) * 3000, form)
-    assert len(many.calls) in (1, 3000)
+    many = parse_calls((before + "{}" + after) * 1000, form)
+    assert len(many.calls) in (1, 1000)
 
 
 def test_text_comes_out_as_soon_as_it_is_certain():
@@ -468,41 +469,45 @@ def test_without_a_template_the_vocabulary_tells(token, architecture, form):
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome or Zürich?"}]
 CALLED = [ToolCall("get_weather", {"city": "Zürich", "days": 3}, "..."), ToolCall("f-2", {"tags": ["a", "b"]}, "...")]
+# The template's own turns, and the empty reasoning that it puts into them.
 INLINED = [
-    ("Qwen-Qwen2.5-7B-Instruct", "hermes", "<|im_start|>{role}\n{content}<|im_end|>\n"),
-    ("Qwen3.5-4B", "qwen3-coder", "<|im_start|>{role}\n{content}<|im_end|>\n"),
-    ("GLM-4.6", "glm", "<|{role}|>\n{content}"),
+    ("Qwen-Qwen2.5-7B-Instruct", "hermes", "<|im_start|>{role}\n{content}<|im_end|>\n", ""),
+    ("Qwen3.5-4B", "qwen3-coder", "<|im_start|>{role}\n{content}<|im_end|>\n", "<think>\n\n</think>\n\n"),
+    ("GLM-4.6", "glm", "<|{role}|>\n{content}", "<think></think>\n"),
     (
         "meta-llama-Llama-3.2-3B-Instruct",
         "llama-json",
         "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+        "",
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "name", "turn"), INLINED, ids=lambda value: value)
-def test_plain_messages_say_what_the_template_would(oracle, template, name, turn):
+@pytest.mark.parametrize(("template", "name", "turn", "reasoning"), INLINED, ids=[name for _, name, *_ in INLINED])
+def test_plain_messages_say_what_the_template_would(oracle, template, name, turn, reasoning):
     """Where a template knows nothing of tools the model reads the words that its own template would write."""
     form = tool_format(name)
-    called = CALLED[: 1 if name == "llama-json" else 2]
-    conversation = render_assistant_calls(ASKED, "I look it up.", called)
-    conversation = add_tool_results(conversation, ["22 °C", "x"][: len(called)])
+    alone = name == "llama-json"  # one call, without content
+    called = CALLED[:1] if alone else CALLED
+    conversation = render_assistant_calls(ASKED, "" if alone else "I look it up.", called)
+    conversation = add_tool_results(conversation, ["22 °C", "a\nb"][: len(called)])
     conversation.append({"role": "assistant", "content": "Rome."})
-    plain = inline_tools(conversation, TOOLS, form)
+    system, user, *later = inline_tools(conversation, TOOLS, form)
     by_template = render(oracle, template, conversation, TOOLS)
+    assert by_template.replace(reasoning, "").endswith("".join(turn.format(**message) for message in later))
+
     definitions = form.inline.definitions(TOOLS)
     assert definitions in by_template
-    assert definitions in next(
-        m["content"] for m in plain if m["role"] == ("user" if name == "llama-json" else "system")
-    )
-    text = "".join(turn.format(**message) for message in plain)
-    for message in plain[2:]:
-        wanted = message["content"] if name != "llama-json" else message["content"].removeprefix("I look it up.")
-        assert wanted in by_template
-        assert wanted in text
-    reply = parse_calls(plain[2]["content"].removeprefix("I look it up." if name == "llama-json" else ""), form, TOOLS)
+    if alone:
+        assert (system["content"], user["content"]) == ("Be brief.", definitions + "Rome or Zürich?")
+    else:
+        assert (system["content"], user["content"]) == (f"Be brief.\n\n{definitions}", "Rome or Zürich?")
+    assert inline_tools(ASKED[1:], TOOLS, form)[0]["content"].startswith(definitions)
+    assert inline_tools(ASKED, [], form) == ASKED
+
+    reply = parse_calls(later[0]["content"], form, TOOLS)
     assert [(call.name, call.arguments) for call in reply.calls] == [(call.name, call.arguments) for call in called]
-    assert ASKED == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome or Zürich?"}]
+    assert reply.content == conversation[2]["content"]
 
 
 def test_formats_with_turns_of_their_own_need_a_template():

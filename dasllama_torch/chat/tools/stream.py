@@ -16,6 +16,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where more text is needed
 
 _NAME = re.compile(r"""[^\s{}<>"']+""")
+_AT_ONCE = 1 << 12  # characters; what is put back is copied together with the rest of them
 
 
 class Reader:
@@ -31,8 +32,8 @@ class Reader:
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()):
         self.tools = tools
         self.calls: list[ToolCall] = []
-        self._buffer = MarkerBuffer()
         self.finished = False
+        self._buffer = MarkerBuffer()
         self._events: list[tuple[int | None, str | None, str | None, list[str]]] = []  # call, name, id, texts
         self._space = ""  # at the end of the content so far: dropped if nothing but calls follows
         self._after_call = False
@@ -195,8 +196,8 @@ class CallStream:
         stream.finish()                       # the last events
         stream.calls                          # the calls that have ended so far
 
-    What may become a marker is held back, and so is a call until its name is known and white space that a call may
-    follow. Content without what belongs to calls is not changed in any other way.
+    Held back are what may become a marker, a call until its name is known, and white space until something follows it.
+    The content is the text outside of calls as it stands, but for white space after the last call.
     """
 
     def __init__(self, read: Callable[[Reader], Steps[None]], tools: Sequence[Mapping[str, Any]] = ()):
@@ -211,8 +212,9 @@ class CallStream:
         """What the next piece makes certain. ValueError after `finish`."""
         if self._reader.finished:
             raise ValueError("the reply has been finished, wanted a new stream for another")
-        self._reader.feed(text)
-        next(self._steps)
+        for start in range(0, len(text), _AT_ONCE):
+            self._reader.feed(text[start : start + _AT_ONCE])
+            next(self._steps)
         return self._reader.events()
 
     def finish(self) -> list[str | CallDelta]:
