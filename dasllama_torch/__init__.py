@@ -48,6 +48,7 @@ _WHERE = {
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "KernelError": "errors",
+    "TemplateError": "errors",
     "DownloadError": "errors",
 }
 
