@@ -50,6 +50,7 @@ _WHERE = {
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "KernelError": "errors",
+    "TemplateError": "errors",
     "DownloadError": "errors",
 }
 

@@ -36,3 +36,14 @@ class KernelError(DasllamaError):
 
 class DownloadError(DasllamaError):
     """A model could not be fetched, or what arrived does not match its checksum."""
+
+
+class TemplateError(DasllamaError):
+    """A chat template is missing, broken, was stopped, or refuses the conversation. index, role: of the message that it
+    was busy with, None where that is not known.
+    """
+
+    def __init__(self, text: str, *, index: int | None = None, role: str | None = None):
+        super().__init__(text)
+        self.index = index
+        self.role = role

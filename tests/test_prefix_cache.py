@@ -551,6 +551,9 @@ def test_a_chat_about_pictures(name, load):
             assert session.stats.first_difference == 37
             assert session.stats.reused_tokens <= 37
             assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed))
+            found = session.prefill(changed[:38])  # ends with the picture, whose last row is not evaluated alone
+            assert session.stats.reused_tokens <= 37
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed[:38]))
             session.close()
 
 
@@ -580,20 +583,23 @@ def test_what_hooks_have_changed_is_neither_kept_nor_reused(model):
     with create(model) as cache:
         with opened(cache) as session:
             session.eval(ids)
-        steered = opened(cache)
+        steered, mixed = opened(cache), opened(cache)
+        mixed.eval(text(3, 20))
         hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
         wanted = last(model, ids)
         assert "a hook of model.layers.0" in cache.why_not()
         assert torch.equal(steered.eval(ids), wanted)
+        mixed.eval(text(4, 20))
         hook.remove()
         assert not torch.equal(wanted, last(model, ids))
-        steered.eval([1] * 40)
-        dl.prefix_insert(steered)
-        assert cache.held_groups() == 0
-        for reused in (0, 96):
-            with opened(cache) as session:
-                assert torch.equal(session.eval(ids), last(model, ids))
-                assert session.stats.reused_tokens == reused
+        assert cache.why_not() == ""
+        for each in (steered, mixed):
+            each.eval([1] * 40)
+            dl.prefix_insert(each)
+        assert cache.held_groups() == 7  # what was there before
+        with opened(cache) as session:
+            assert torch.equal(session.eval(ids), last(model, ids))
+            assert session.stats.reused_tokens == 96
         steered.truncate(0)
         steered.eval(ids)
         assert steered.stats.reused_tokens == 96
@@ -604,13 +610,33 @@ def test_what_hooks_have_changed_is_neither_kept_nor_reused(model):
                 assert session.stats.reused_tokens == 0
 
 
-def test_a_changed_model_empties_it(load):
+def change_a_number(model):
+    model.model.layers[0].self_attn.attn.scale *= 2
+
+
+def change_a_weight(model):
+    norm = model.model.layers[1].input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight * 2, requires_grad=False)
+
+
+def change_a_module(model):
+    model.model.layers[0].mlp = model.model.layers[1].mlp
+
+
+@pytest.mark.parametrize("change", [change_a_number, change_a_weight, change_a_module])
+def test_a_changed_model_empties_it(load, change):
     model, ids = load("llama"), text(1, 100)
     with create(model) as cache, opened(cache) as session:
-        session.eval(ids)
-        model.model.layers[0].self_attn.attn.scale *= 2
+        before = session.eval(ids)
+        load("qwen2").half()  # another model's changes are none of its own
         with opened(cache) as other:
-            assert torch.equal(other.eval(ids), last(model, ids))
+            other.eval(ids)
+            assert other.stats.reused_tokens == 96
+        change(model)
+        with opened(cache) as other:
+            found = other.eval(ids)
+            assert torch.equal(found, last(model, ids))
+            assert not torch.equal(found, before)
             assert other.stats.reused_tokens == 0
             session.eval(text(2, 100))  # has seen both
             assert max(len(chain.ids) for chain in cache.chains()) == 96

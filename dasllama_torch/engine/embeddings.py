@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dasllama_torch.cache.prefix import EMBEDDING
 from dasllama_torch.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from dasllama_torch.modules.causal_lm import CausalLM
     from dasllama_torch.step import Step
 
-EMBEDDING = -1  # what `Session.tokens` holds for a row of embeddings
 N_AXES = 3  # of M-RoPE: time, height, width
 MAX_POSITION = 1 << 24  # angles are products of f32, which holds integers below this
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .calls import ARGUMENT_KEYS, decode_arguments, dumps, loads
+from .calls import ARGUMENT_KEYS, decoded, dumps, loads
 from .stream import Reader, Steps
 
 _SPACE = " \t\r\n"
@@ -86,7 +86,7 @@ class _Arguments:
             return
         text = "".join(self._other)
         try:
-            value = decode_arguments(loads(text))
+            value = decoded(loads(text))
         except ValueError:
             value = text
         self._reader.arguments(value if isinstance(value, str) else dumps(value))
