@@ -19,6 +19,8 @@ _WHERE = {
     "create_session": "api",
     "create_kv_pool": "api",
     "fork": "api",
+    "truncate": "api",
+    "release_kv_pages": "api",
     "eval_batch": "api",
     "eval_embd": "api",
     "eval_embd_span": "api",
