@@ -551,6 +551,9 @@ def test_a_chat_about_pictures(name, load):
             assert session.stats.first_difference == 37
             assert session.stats.reused_tokens <= 37
             assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed))
+            found = session.prefill(changed[:38])  # ends with the picture, whose last row is not evaluated alone
+            assert session.stats.reused_tokens <= 37
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed[:38]))
             session.close()
 
 
@@ -580,17 +583,20 @@ def test_what_hooks_have_changed_is_neither_kept_nor_reused(model):
     with create(model) as cache:
         with opened(cache) as session:
             session.eval(ids)
-        steered = opened(cache)
+        steered, mixed = opened(cache), opened(cache)
+        mixed.eval(text(3, 20))
         hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
         wanted = last(model, ids)
         assert "a hook of model.layers.0" in cache.why_not()
         assert torch.equal(steered.eval(ids), wanted)
+        mixed.eval(text(4, 20))
         hook.remove()
         assert not torch.equal(wanted, last(model, ids))
         assert cache.why_not() == ""
-        steered.eval([1] * 40)
-        dl.prefix_insert(steered)
-        assert cache.held_groups() == 6  # what was there before
+        for each in (steered, mixed):
+            each.eval([1] * 40)
+            dl.prefix_insert(each)
+        assert cache.held_groups() == 7  # what was there before
         with opened(cache) as session:
             assert torch.equal(session.eval(ids), last(model, ids))
             assert session.stats.reused_tokens == 96

@@ -54,8 +54,8 @@ class PrefixCache:
     def attach(self, session: Session, prompt: Sequence[int | Embeddings]) -> int:
         """Let an empty session hold the longest kept prefix of a prompt, ids and embeddings between them: in whole
         pages, without the prompt's last token, whose logits are wanted, and with embeddings from beginning to end or
-        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves
-        in `eval`, `generate` and `prefill`."""
+        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves in `eval`, of ids,
+        in `generate` and in `prefill`."""
         self._check(session)
         if session.n_past:
             raise ValueError(f"wanted an empty session, found one of {session.n_past} tokens")
@@ -80,8 +80,9 @@ class PrefixCache:
             session.origin = self._state()
 
     def insert(self, session: Session, with_state: bool = True) -> None:
-        """Keep the session's full pages, and its recurrent states if its tokens end with a page. Sessions do so by
-        themselves when a page is full."""
+        """Keep the session's full pages, and with_state its recurrent states if its tokens end with a page. Sessions do
+        so by themselves when a page is full, so it is for what has been given back since. Nothing is kept of a session
+        whose tokens were evaluated under a hook, or before the model was changed."""
         self._check(session)
         if session.origin is not None and session.origin == self._state():
             self._tree.insert(self._root(session), session.tokens, session.spans, session.sequence, with_state)
