@@ -20,7 +20,8 @@ from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
-from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
+from dasllama_torch.engine.session_file import SessionFile
+from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
@@ -137,7 +138,7 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
 
 def caps(model: CausalLM) -> Caps:
     """What the model can do and what it is made of, see `Caps`."""
-    return Caps.of(model.config, model.metadata)
+    return Caps.of(model.config, model.metadata, model.tokenizer)
 
 
 def create_kv_pool(
@@ -276,6 +277,31 @@ def release_kv_pages(holder: Session | KVPool) -> None:
         holder.release()
     else:
         holder.truncate(0)
+
+
+def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | None = None) -> Session:
+    """The session that `Session.save` wrote: what it evaluates and draws next is what that one would have, to the bit.
+
+    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. Raises
+    SessionFileError for a broken file, one of another model (or of another mode, or with other weights: see
+    `session_file.fingerprint`) or another kv_dtype than the pool's; OutOfPages where the pool has no room.
+    """
+    file = SessionFile(path, model)
+    if pool is not None and pool.kv_dtype != file.kv_dtype:
+        raise SessionFileError(
+            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {pool.kv_dtype}"
+        )
+    try:
+        settings = dict(rewind=file.rewind, on_full=file.on_full, keep=file.keep)
+        session = create_session(model, file.kv_dtype, file.n_ctx, pool=pool, **settings)
+    except ValueError as error:
+        raise SessionFileError(f"{path}: {error}") from None
+    try:
+        file.restore(session)
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 def eval_embd(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:

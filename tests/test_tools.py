@@ -287,6 +287,13 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("python", None)]),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>"{\\"a\\": 1}"<|call|>', [("f", {"a": 1})]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g", "parameters": {"b": 2}}</tool_call>',
+            [("f", {"a": 1})],
+        ),
+        ("hermes", '<tool_call>{"name": "f": "g", "arguments": {}}</tool_call>', []),
+        ("harmony", " to=functions.f<|channel|>commentary json<|message|><|call|>", [("f", {})]),
         # Strings that are not closed again.
         (
             "harmony",
@@ -402,6 +409,18 @@ def test_text_comes_out_as_soon_as_it_is_certain():
     assert [call.arguments for call in stream.calls] == [{"city": "Zürich"}]
     assert stream.feed("Wait.") == ["\n\nWait."]
     assert stream.finish() == []
+
+
+def test_a_call_that_breaks_off_ends_where_it_does():
+    stream = CallStream(tool_format("gemma4").read)
+    assert stream.feed("<|tool_call>call:f{a:1<tool_call|>Wait.") == [CallDelta(0, "f", '{"a":'), "Wait."]
+    assert [call.arguments for call in stream.calls] == [None]
+
+
+@each_format
+@pytest.mark.parametrize("text", ["", " \n", " Hm. \n", "a < b [c] {d}\n\n"])
+def test_replies_without_calls_pass_as_they_are(form, text):
+    assert check(text, form) == ToolReply(text, ())
 
 
 def test_a_stream_is_of_one_reply():

@@ -1,5 +1,6 @@
 """Session: one stream of tokens over a model."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
-from dasllama_torch.engine import runner
+from dasllama_torch.engine import runner, session_file
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
 from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -200,14 +201,15 @@ class Session:
     def hold(self, given: Embeddings, n: int) -> None:
         """The last tokens of the session are the first n rows of the embeddings; fewer may have been noted before."""
         span = given.span(self.n_past - n).until(self.n_past)
-        self._set_spans([*(other for other in self.spans if other.start < span.start), span])
+        self.set_spans([*(other for other in self.spans if other.start < span.start), span])
 
     def hold_attached(self, prompt: Prompt, n: int) -> None:
         """The session's sequence has come to hold the first n rows of a prompt."""
         self.tokens = prompt.ids[:n]
-        self._set_spans([span for span in prompt.spans if span.start < n])
+        self.set_spans([span for span in prompt.spans if span.start < n])
 
-    def _set_spans(self, spans: list[Span]) -> None:
+    def set_spans(self, spans: list[Span]) -> None:
+        """The session's rows of embeddings are these, in order."""
         self.spans = spans
         self.rope_delta = sum(span.advance - (span.stop - span.start) for span in spans)
 
@@ -232,10 +234,22 @@ class Session:
         fork.origin = self.origin
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
-        fork._set_spans(self.spans.copy())
+        fork.set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
         fork._generator.set_state(self._generator.get_state())
         return fork
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the session to a file, from which `load_session` goes on exactly: what it holds in the pool as it is
+        kept there, windows, recurrent states and checkpoints included, tokens, embeddings' places, logits, the pending
+        token and the random generator; not the model, nor `stats`.
+
+        The file (safetensors) appears whole or not at all, in place of one of that name. Raises OSError or
+        SessionFileError where it cannot be written, CannotRewind where a failed evaluation has left recurrent states
+        between two tokens.
+        """
+        self._check_open()
+        session_file.save(self, path)
 
     def checkpoint(self) -> None:
         """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
@@ -260,7 +274,7 @@ class Session:
                     f"{span.stop}"
                 )
         self.sequence.truncate(n)
-        self._set_spans([span.until(n) for span in self.spans if span.start < n])
+        self.set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]

@@ -106,7 +106,7 @@ class _Members:
     def add(self, c: str, in_string: bool, depth: int) -> None:
         if not in_string and depth == 1 and c == "{":
             return  # the object's own
-        if not in_string and depth == 1 and c == ":" and self._key is None:
+        if not in_string and depth == 1 and c == ":":
             self._begin_value()
         elif not in_string and (depth == 0 or (depth == 1 and c == ",")):
             self._end_value()
