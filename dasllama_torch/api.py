@@ -138,7 +138,7 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
 
 def caps(model: CausalLM) -> Caps:
     """What the model can do and what it is made of, see `Caps`."""
-    return Caps.of(model.config, model.metadata)
+    return Caps.of(model.config, model.metadata, model.tokenizer)
 
 
 def create_kv_pool(
