@@ -292,7 +292,7 @@ def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | Non
             f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {pool.kv_dtype}"
         )
     try:
-        session = create_session(model, file.kv_dtype, file.n_ctx, rewind=file.rewind, pool=pool)
+        session = create_session(model, file.kv_dtype, pool=pool, **file.how)
     except ValueError as error:
         raise SessionFileError(f"{path}: {error}") from None
     try:

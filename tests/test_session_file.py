@@ -71,6 +71,21 @@ def test_generation_goes_on(load, tmp_path):
     assert [token for token, _ in found.generate((), params, max_tokens=20)] == wanted
 
 
+def test_a_context_that_shifts(load, tmp_path):
+    """Saved behind a shift, whose tokens are still to be evaluated, and shifting on."""
+    model = load("gemma3")
+    session = dl.create_session(model, n_ctx=40, on_full="shift", keep=3)
+    session.eval(text(1, 38))
+    session.shift()
+    session.save(tmp_path / "a.session")
+    found = dl.load_session(model, tmp_path / "a.session")
+    assert (found.on_full, found.keep, found.pending) == ("shift", 3, session.pending)
+    assert len(found.pending) > 1
+    wanted = [token for token, _ in session.generate([1], max_tokens=60)]
+    assert [token for token, _ in found.generate([1], max_tokens=60)] == wanted
+    assert found.tokens == session.tokens
+
+
 def test_an_empty_session(load, tmp_path):
     for name in ("gemma3", "qwen35"):
         model = load(name)
@@ -241,7 +256,7 @@ HOSTILE = {
     "model": (fact("model", None), "model is None, wanted str"),
     "a true n_ctx": (fact("n_ctx", True), "n_ctx is True, wanted int"),
     "n_ctx 0": (fact("n_ctx", 0), "n_ctx is 0, wanted 1 to"),
-    "n_ctx too small": (fact("n_ctx", 10), "11 tokens .* wanted 10"),
+    "n_ctx too small": (fact("n_ctx", 10), "11 tokens .* too many for n_ctx=10"),
     "rewind": (fact("rewind", -1), "rewind is -1"),
     "huge rewind": (fact("rewind", 10**30), "rewind is 1000"),
     "kv_dtype": (fact("kv_dtype", "f16"), "kv_dtype is 'f16', wanted list"),
@@ -271,7 +286,9 @@ HOSTILE = {
     "tokens' rank": (tensor("tokens", lambda t: t[None]), "'tokens' is"),
     "more tokens": (tensor("tokens", lambda t: torch.cat([t, t[-1:]])), "layers.0.k"),
     "no tokens": (tensor("tokens", lambda t: None), "'tokens' is missing"),
-    "pending": (tensor("pending", lambda t: torch.tensor([1, 2])), "2 pending"),
+    "pending": (tensor("pending", lambda t: torch.ones(503, dtype=torch.int64)), "503 pending"),
+    "on_full": (fact("on_full", "wrap"), "on_full is 'wrap'"),
+    "keep": (fact("keep", N_CTX), "keep is 512"),
     "pending id": (tensor("pending", lambda t: torch.tensor([256])), "outside the vocabulary"),
     "keys' rows": (tensor("layers.1.k", lambda t: t[1:]), r"'layers.1.k' is torch.float16 \[10, "),
     "keys' dtype": (tensor("layers.1.k", lambda t: t.float()), "'layers.1.k' is torch.float32"),

@@ -70,6 +70,8 @@ def save(session: "Session", path: str | os.PathLike) -> None:
         "model": fingerprint(session.model),
         "kv_dtype": [codec.name for codec in session.pool.codecs],
         "n_ctx": session.n_ctx,
+        "on_full": session.on_full,
+        "keep": session.keep,
         "rewind": sequence.rewind,
         "first": extent.first,
         "checkpoints": extent.checkpoints,
@@ -86,7 +88,7 @@ def save(session: "Session", path: str | os.PathLike) -> None:
 
 
 class SessionFile:
-    """A file of `save`, opened for a model. kv_dtype, n_ctx, rewind: of the session.
+    """A file of `save`, opened for a model. kv_dtype: of the session; how: its other arguments of `create_session`.
 
     Raises SessionFileError for a file that cannot be read or is no session of the model. What a file says is checked
     before it is used: a hostile one may hold wrong numbers, but nothing that reads or writes past an end.
@@ -100,7 +102,7 @@ class SessionFile:
             raise self._fault(f"no session can be read: {error}") from None
         self._left = set(self._file.keys())
         facts = self._facts()
-        self.n_ctx, self.rewind = facts["n_ctx"], facts["rewind"]
+        self.how = {key: facts[key] for key in ("n_ctx", "rewind", "on_full", "keep")}
         try:
             self.kv_dtype = pair_name(codec_pair(facts["kv_dtype"]))
         except ValueError as error:
@@ -116,14 +118,13 @@ class SessionFile:
         ids = torch.cat([tokens[~embedded], pending])
         if ids.numel() and not 0 <= ids.min() <= ids.max() < model.config.n_vocab:
             raise self._fault(f"a token id is outside the vocabulary of {model.config.n_vocab}")
-        if len(tokens) > self.n_ctx or len(pending) > 1:
-            raise self._fault(
-                f"{len(tokens)} tokens and {len(pending)} pending ones, wanted {self.n_ctx} and 1 at most"
-            )
+        n_ctx = facts["n_ctx"]
+        if len(tokens) > n_ctx or len(tokens) + len(pending) > n_ctx + 1:
+            raise self._fault(f"{len(tokens)} tokens and {len(pending)} pending ones are too many for n_ctx={n_ctx}")
         self.tokens, self.pending = tokens.tolist(), pending.tolist()
 
     def restore(self, session: "Session") -> None:
-        """Fill a new session of the same kv_dtype, n_ctx and rewind. Raises OutOfPages, SessionFileError."""
+        """Fill a new session of the same kv_dtype and arguments. Raises OutOfPages, SessionFileError."""
         if fault := self.extent.fault(session.pool):
             raise self._fault(fault)
         kinds = self.extent.shapes(session.pool)
@@ -201,6 +202,7 @@ class SessionFile:
 
 
 _KINDS = {
-    "model": str, "kv_dtype": list, "n_ctx": int, "rewind": int, "first": list, "checkpoints": list, "spans": list,
+    "model": str, "kv_dtype": list, "n_ctx": int, "rewind": int, "on_full": str, "keep": int, "first": list,
+    "checkpoints": list, "spans": list,
 }  # fmt: skip
 _SPAN_KINDS = {"start": int, "stop": int, "causal": bool, "digest": str}
