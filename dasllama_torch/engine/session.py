@@ -241,8 +241,8 @@ class Session:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the session to a file, from which `load_session` goes on exactly: what it holds in the pool as it is
-        kept there, windows, recurrent states and checkpoints included, tokens, embeddings' places, logits, the pending
-        token and the random generator; not the model, nor `stats`.
+        kept there, windows, recurrent states and checkpoints included, tokens, embeddings' places, logits, pending
+        tokens and the random generator; not the model, the prefix cache, nor `stats`.
 
         The file (safetensors) appears whole or not at all, in place of one of that name. Raises OSError or
         SessionFileError where it cannot be written, CannotRewind where a failed evaluation has left recurrent states
