@@ -30,6 +30,10 @@ class CannotRewind(DasllamaError):
     """A session cannot go back to that position exactly: a window or a recurrent state has forgotten what it needs."""
 
 
+class SessionFileError(DasllamaError):
+    """A file holds no session that can go on: broken, of another model, or kept in another way than the pool does."""
+
+
 class KernelError(DasllamaError):
     """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
 

@@ -376,6 +376,18 @@ def test_llama3s_template():
     )
 
 
+def test_gemmas_system_message_begins_the_first_turn():
+    """Source: the chat template of google/gemma-3-1b-it."""
+    family = next(family for family in families.FAMILIES if family.name == "Gemma 2 and 3")
+    template = ChatTemplate(family.source, special_tokens={"bos_token": "<bos>"})
+    turns = [("system", "Be brief. "), ("user", " Hi\n"), ("assistant", "Hello."), ("user", "Bye")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert template.render(messages, add_generation_prompt=True) == (
+        "<bos><start_of_turn>user\nBe brief. \n\nHi<end_of_turn>\n<start_of_turn>model\nHello.<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
 def test_where_a_template_comes_from():
     md, tokenizer = file("gemma3", ["<bos>", "<start_of_turn>", "<end_of_turn>"], bos_token_id="<bos>")
     ours = ChatTemplate.from_metadata(md, tokenizer)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dasllama_torch.chat import thinking
 from dasllama_torch.chat.template import ChatTemplate
 from dasllama_torch.chat.thinking import Reply
+from dasllama_torch.chat.tools import parse_calls, tool_format
 
 HARMONY, GEMMA4, THINK, BRACKETS = thinking.FORMATS
 
@@ -188,3 +189,19 @@ def test_history_of_a_harmony_reply(oracle):
         "reasoning_content": "I add.",
     }
     assert Reply("", "x").message() == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("form", "tools", "text"),
+    [
+        (HARMONY, "harmony", "<|channel|>analysis<|message|>I call f.<|end|><|start|>assistant" + CALL),
+        (HARMONY, "harmony", CALL),
+        (THINK, "hermes", '<think>I call f.</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        (GEMMA4, "gemma4", "<|channel>thought\nI call f.<channel|><|tool_call>call:f{}<tool_call|>"),
+    ],
+)
+def test_calls_are_left_in_the_content_for_their_parser(form, tools, text):
+    reply = form.split(text)
+    assert reply.reasoning == ("" if text == CALL else "I call f.")
+    calls = parse_calls(reply.content, tool_format(tools)).calls
+    assert [(call.name, call.arguments) for call in calls] == [("f", {})]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_cases import CASES, Case, render, source
 
+from dasllama_torch.chat.thinking import Harmony
 from dasllama_torch.chat.tools import (
     FORMATS,
     CallDelta,
@@ -25,7 +26,7 @@ from dasllama_torch.chat.tools import (
     tool_format,
     writes_tools,
 )
-from dasllama_torch.chat.tools.calls import decode_arguments, read_object
+from dasllama_torch.chat.tools.calls import decoded, read_object
 from dasllama_torch.chat.tools.typed import to_json
 from dasllama_torch.errors import UnsupportedModel
 
@@ -286,6 +287,13 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("python", None)]),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>"{\\"a\\": 1}"<|call|>', [("f", {"a": 1})]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g", "parameters": {"b": 2}}</tool_call>',
+            [("f", {"a": 1})],
+        ),
+        ("hermes", '<tool_call>{"name": "f": "g", "arguments": {}}</tool_call>', []),
+        ("harmony", " to=functions.f<|channel|>commentary json<|message|><|call|>", [("f", {})]),
         # Strings that are not closed again.
         (
             "harmony",
@@ -401,6 +409,18 @@ def test_text_comes_out_as_soon_as_it_is_certain():
     assert [call.arguments for call in stream.calls] == [{"city": "Zürich"}]
     assert stream.feed("Wait.") == ["\n\nWait."]
     assert stream.finish() == []
+
+
+def test_a_call_that_breaks_off_ends_where_it_does():
+    stream = CallStream(tool_format("gemma4").read)
+    assert stream.feed("<|tool_call>call:f{a:1<tool_call|>Wait.") == [CallDelta(0, "f", '{"a":'), "Wait."]
+    assert [call.arguments for call in stream.calls] == [None]
+
+
+@each_format
+@pytest.mark.parametrize("text", ["", " \n", " Hm. \n", "a < b [c] {d}\n\n"])
+def test_replies_without_calls_pass_as_they_are(form, text):
+    assert check(text, form) == ToolReply(text, ())
 
 
 def test_a_stream_is_of_one_reply():
@@ -542,9 +562,25 @@ def test_a_call_that_cannot_be_read_is_replayed_as_it_was_written():
     }
 
 
+@pytest.mark.parametrize(
+    "recipient", ["<|channel|>commentary to=functions.f <|constrain|>json", " to=functions.f<|channel|>commentary json"]
+)
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_calls_after_reasoning(recipient, step):
+    """The reasoning is taken out first; it leaves messages to tools as they are."""
+    reply = "<|channel|>analysis<|message|>I ask to=functions.g.<|end|><|start|>assistant"
+    reply += recipient + '<|message|>{"a": 1}'
+    thinking, tools = Harmony().stream(), CallStream(tool_format("harmony").read)
+    parts = [thinking.feed(reply[start : start + step]) for start in range(0, len(reply), step)] + [thinking.finish()]
+    content = [event for part in parts for event in tools.feed(part.content)] + tools.finish()
+    assert "".join(part.reasoning for part in parts) == "I ask to=functions.g."
+    assert [(call.name, call.arguments) for call in tools.calls] == [("f", {"a": 1})]
+    assert not any(isinstance(event, str) for event in content)
+
+
 def test_string_arguments_are_decoded_once():
-    assert decode_arguments('{"a": "{\\"b\\": 1}"}') == {"a": '{"b": 1}'}
-    assert decode_arguments("") == decode_arguments(None) == {}
-    assert decode_arguments("{not json") == "{not json"
-    assert decode_arguments("[1]") == "[1]"
-    assert decode_arguments({"a": "1"}) == {"a": "1"}
+    assert decoded('{"a": "{\\"b\\": 1}"}') == {"a": '{"b": 1}'}
+    assert decoded("") == decoded(None) == {}
+    assert decoded("{not json") == "{not json"
+    assert decoded("[1]") == "[1]"
+    assert decoded({"a": "1"}) == {"a": "1"}

@@ -1,12 +1,16 @@
 """What a model's chat can do: found out by asking its template, since no key of the file says it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dasllama_torch.errors import TemplateError
 
 from .template import ChatTemplate
 from .thinking import find
+
+if TYPE_CHECKING:
+    from dasllama_torch.gguf.metadata import Metadata
+    from dasllama_torch.text.tokenizer import Tokenizer
 
 _SYSTEM, _TOOL = "Systemprobe", "toolprobe"
 _USER = {"role": "user", "content": "Hello"}
@@ -39,10 +43,19 @@ class ChatCaps:
             reasoning_off=reasons and bool(template.switches),
         )
 
+    @classmethod
+    def of_file(cls, md: "Metadata", tokenizer: "Tokenizer") -> "ChatCaps | None":
+        """None if no template works: there is none, or it cannot be compiled."""
+        try:
+            return cls.of(ChatTemplate.from_metadata(md, tokenizer))
+        except TemplateError:
+            return None
+
     def __str__(self) -> str:
         reasoning = "reasoning" + (" that can be turned off" if self.reasoning_off else "")
         can = {"system message": self.system, "tools": self.tools, reasoning: self.reasoning}
-        return f"{self.template}: " + (", ".join(what for what, there in can.items() if there) or "plain turns only")
+        said = ", ".join(what for what, there in can.items() if there) or "plain turns only"
+        return f"{said} ({self.template})"
 
 
 def _writes(

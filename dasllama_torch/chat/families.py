@@ -39,7 +39,7 @@ _GEMMA = """\
 {{- bos_token }}
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content | trim + '\\n\\n' %}
+    {%- set system = messages[0].content + '\\n\\n' %}
     {%- set messages = messages[1:] %}
 {%- endif %}
 {%- for message in messages %}

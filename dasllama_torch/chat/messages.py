@@ -4,11 +4,12 @@ A message is a mapping with `role` ("system", "user", "assistant", "tool"), `con
 an assistant, `reasoning_content` and `tool_calls` ([{"function": {"name": ..., "arguments": {...}}}]).
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dasllama_torch.errors import TemplateError
+
+from .tools.calls import decoded
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first two
 
@@ -67,16 +68,7 @@ def decode_arguments(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, An
 def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": _decoded(call["function"])}
-    arguments = call.get("arguments")
-    if arguments is None or arguments == "":
-        return {**call, "arguments": {}}
-    if isinstance(arguments, str):
-        try:
-            decoded = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return dict(call)
-        return {**call, "arguments": decoded if isinstance(decoded, dict) else arguments}
-    return dict(call)
+    return {**call, "arguments": decoded(call.get("arguments"))}
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:

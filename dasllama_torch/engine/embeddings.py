@@ -115,10 +115,15 @@ class Embeddings:
                 f"wanted causal embeddings (eval_embd)"
             )
         if self.positions is not None:
-            if not any(layer.rope and layer.rope.axes for layer in config.layers):
+            if not has_axes(config):
                 raise UnsupportedModel(f"{config.arch}: a row has one position, wanted embeddings without positions")
             if self.positions.shape[1] != N_AXES:
                 raise ValueError(f"the rows have {self.positions.shape[1]} positions each, wanted {N_AXES}")
+
+
+def has_axes(config: "DecoderConfig") -> bool:
+    """Whether the model has M-RoPE."""
+    return any(layer.rope and layer.rope.axes for layer in config.layers)
 
 
 @dataclass(frozen=True)
