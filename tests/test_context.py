@@ -206,3 +206,24 @@ def test_all_logits_are_those_of_the_ids_alone(load):
     next(session.generate())
     assert session.eval([], logits="all").shape == (0, model.config.n_vocab)
     assert torch.equal(session.logits, fresh(model, session.tokens))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen35"])
+def test_a_shift_beside_a_prefix_cache(load, name):
+    """What the cache keeps of either history serves that one only, and ids behind a shift are not its beginning."""
+    model, ids = load(name), text(1, 96)
+    with dl.create_prefix_cache(model, dl.create_kv_pool(model, 16, max_bytes=1 << 26), checkpoint_every=1) as cache:
+
+        def session(**how):
+            return dl.create_session(model, n_ctx=80, prefix_cache=cache, **how)
+
+        shifting = session(on_full="shift", keep=5)
+        shifting.eval(ids[:80])
+        shifting.shift()
+        found = shifting.eval(ids[:20])  # which the cache knows
+        assert shifting.tokens == ids[:5] + ids[5 + 37 : 80] + ids[:20]
+        assert torch.equal(found, fresh(model, shifting.tokens, 80))
+        for history in (shifting.tokens, ids[:80]):
+            other = session()
+            assert torch.equal(other.eval(history), fresh(model, history, 80))
+            assert other.stats.reused_tokens >= 48

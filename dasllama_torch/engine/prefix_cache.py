@@ -57,8 +57,8 @@ class PrefixCache:
         not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves in `eval`, of ids,
         in `generate` and in `prefill`."""
         self._check(session)
-        if session.n_past:
-            raise ValueError(f"wanted an empty session, found one of {session.n_past} tokens")
+        if n := session.n_past + len(session.pending):
+            raise ValueError(f"wanted an empty session, found one of {n} tokens")
         prompt = Prompt.of(prompt)
         match = self.find(session, prompt)
         self.take(session, prompt, match)

@@ -152,7 +152,7 @@ class Session:
     def _attach(self, ids: Sequence[int] | Embeddings) -> int:
         """How many of ids an empty session takes from its prefix cache."""
         cache = self.prefix_cache
-        if self.tokens or cache is None or not cache.is_open or isinstance(ids, Embeddings):
+        if self.tokens or self.pending or cache is None or not cache.is_open or isinstance(ids, Embeddings):
             return 0
         return cache.attach(self, ids)
 
