@@ -20,6 +20,7 @@ _WHERE = {
     "create_kv_pool": "api",
     "fork": "api",
     "load_session": "api",
+    "embed": "api",
     "truncate": "api",
     "release_kv_pages": "api",
     "eval_batch": "api",

@@ -16,6 +16,7 @@ from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
+from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.prefix_cache import PrefixCache
@@ -277,6 +278,23 @@ def release_kv_pages(holder: Session | KVPool) -> None:
         holder.release()
     else:
         holder.truncate(0)
+
+
+def embed(model: CausalLM, text: str | Sequence[str], pooling: str | None = None) -> Tensor:
+    """A unit vector f32 [C] of a text, or f32 [n, C] of n of them, for comparing texts by dot products: the hidden
+    states of its tokens behind the last norm, pooled, and divided by their length.
+
+    The tokens are those of `model.encode`, so with the BOS and EOS that the vocabulary asks for. pooling: "mean" of all
+    tokens, "cls" (the first) or "last"; None: what the file says (`{arch}.pooling_type`), and the mean if it does not.
+    A decoder that was not trained for it gives usable vectors, not a dedicated model's. Short texts go through the
+    model together, long ones in windows of rows; a text's vector does not depend on the others. No session is touched.
+    Raises ContextFull for a text beyond the model's context, ValueError for one without tokens, UnsupportedModel for a
+    file that ranks.
+    """
+    texts = [model.encode(each) for each in ([text] if isinstance(text, str) else text)]
+    pool = _pool(model, "f32", max(map(len, texts), default=1))
+    vectors = pooling_of.embed(model, pool, texts, pooling)
+    return vectors[0] if isinstance(text, str) else vectors
 
 
 def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | None = None) -> Session:

@@ -570,7 +570,7 @@ def test_rows_that_nothing_tells_apart_are_never_reused(load):
         for span, length in ((unknown, 32), (known, 128)):
             assert cache._tree.find(b"", ids, [span]).length == length
         cache.clear()
-        session._set_spans([unknown])
+        session.set_spans([unknown])
         dl.prefix_insert(session)
         assert [len(chain.ids) for chain in cache.chains()] == [32]
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,16 +142,15 @@ class Prompt:
     @staticmethod
     def of(given: Sequence[int | Embeddings] | Embeddings) -> "Prompt":
         ids, spans, parts = [], [], []
-        for each in [given] if isinstance(given, Embeddings) else given:
-            if isinstance(each, Embeddings):
-                parts.append((len(ids), each))
-                spans.append(each.span(len(ids)))
-                ids += [EMBEDDING] * len(each)
+        for kind, run in groupby([given] if isinstance(given, Embeddings) else given, type):
+            if kind is Embeddings:
+                for each in run:
+                    parts.append((len(ids), each))
+                    spans.append(each.span(len(ids)))
+                    ids += [EMBEDDING] * len(each)
             else:
-                if not parts or isinstance(parts[-1][1], Embeddings):
-                    parts.append((len(ids), []))
-                ids.append(int(each))
-                parts[-1][1].append(ids[-1])
+                parts.append((len(ids), list(map(int, run))))
+                ids += parts[-1][1]
         return Prompt(ids, spans, parts)
 
     def rest(self, n: int) -> list[list[int] | Embeddings]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512  # rows of one forward
 LOGITS = ("last", "all", None)
+HIDDEN = "hidden"  # in the place of one of these: all rows' hidden states
 
 
 def run(
@@ -64,6 +65,19 @@ def run(
     for session, parts in zip(sessions, kept, strict=True):
         session.logits = parts[0] if parts else None
     return [session.logits for session in sessions]
+
+
+def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """Evaluate ids[i] at the end of sessions[i] like `run`, for what the head would take: of each session the normed
+    hidden states of its rows, f32 [T, C] for each forward that had some. The sessions get no logits."""
+    ids = [[int(token) for token in tokens] for tokens in ids]
+    _check(sessions, ids, {})
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    _check_memory(sessions, windows)
+    kept: list[list[Tensor]] = [[] for _ in sessions]
+    for window in windows:
+        _run_window(sessions, ids, {}, window, HIDDEN, [0] * len(ids), kept)
+    return kept
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:
@@ -154,7 +168,7 @@ def _run_window(
 def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor] | None:
     """The parts of a window of single rows whose logits are all wanted; None, and nothing done, of any other, and where
     the modules themselves must run."""
-    if logits is None or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
+    if logits in (None, HIDDEN) or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
         return None
     rows = graphs.run(present, [token for (token,) in spans])
     return [row[None] for row in rows] if rows and logits == "all" else rows
@@ -175,8 +189,8 @@ def _run_modules(
         wanted_of.append(wanted)
     with torch.inference_mode():
         step = _step(present, tokens, row_seq, row_pos, positions, logit_rows)
-        parts = _forward(present[0].model, step, placed).split(wanted_of)
-    if logits == "all":
+        parts = _forward(present[0].model, step, placed, logits).split(wanted_of)
+    if logits in ("all", HIDDEN):
         return list(parts)
     # Copies, and made here, so that they are ordinary tensors: inference tensors refuse to be changed in place.
     return [part[0].clone() if len(part) else None for part in parts]
@@ -219,10 +233,12 @@ def _step(
     )
 
 
-def _forward(model: "CausalLM", step: Step, placed: list[Placed]) -> Tensor:
-    """Logits f32 [rows, V] of the rows that are wanted."""
+def _forward(model: "CausalLM", step: Step, placed: list[Placed], logits: str | None) -> Tensor:
+    """Logits f32 [rows, V] of the rows that are wanted, or all rows' hidden states f32 [T, C]."""
     registry.count_call("step", "eager")
     with graphs.sharing(model):
+        if logits == HIDDEN:
+            return model.get_decoder()(embed(model, step, placed), step)[0].float().cpu()
         if not len(step.logit_rows):  # the cache is all that is wanted
             model.get_decoder()(embed(model, step, placed), step)
             return torch.empty(0, model.config.n_vocab)
