@@ -3,8 +3,8 @@
     python benchmarks/prefix_cache.py model.gguf --tokens 4000
 
 Milliseconds on one thread. attach: medians of --rounds sessions, each of which takes all full pages of the prompt; the
-prompts that fill the cache differ from their first page on. lookup: of it, what finding and comparing the pages takes.
-turn: a chat's next turn of 20 tokens, by a session that stands there and by a new one; evaluate: the prompt itself.
+prompts that fill the cache differ from their first page on. turn: a chat's next turn of 20 tokens, by a session that
+stands there and by a new one; evaluate: the prompt itself.
 """
 
 import argparse
@@ -27,13 +27,13 @@ def ms(call: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--others", type=int, default=4, help="further prompts that the cache holds")
     parser.add_argument("--rounds", type=int, default=51)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     model = dl.load_model(options.model)
     passage = model.encode(PASSAGE.read_text("utf-8"))
@@ -50,10 +50,9 @@ def main() -> None:
                 each.eval([other, *ids[1:]], logits=None)
         stands = session()
         evaluate = ms(lambda: stands.prefill(ids))
-        attach, lookup = [], []
+        attach = []
         for _ in range(options.rounds):
             with session() as each:
-                lookup.append(ms(lambda each=each: cache.find(each, ids)))
                 attach.append(ms(lambda each=each: dl.prefix_attach(each, ids)))
                 attached = each.n_past
         further = ids + passage[:TURN]
@@ -64,7 +63,6 @@ def main() -> None:
         print(f"{Path(options.model).name}: {len(ids)} tokens, {dl.prefix_held_groups(cache)} pages of 64 kept")
         print(f"evaluate            {evaluate:10.2f} ms")
         print(f"attach {attached:5} tokens {statistics.median(attach):10.2f} ms, worst {max(attach):.2f}")
-        print(f"  lookup            {statistics.median(lookup):10.2f} ms")
         print(f"turn, same session  {turns[0]:10.2f} ms, {TURN} tokens evaluated")
         print(f"turn, new session   {turns[1]:10.2f} ms, {len(further) - reused} tokens evaluated")
         stands.close()

@@ -19,6 +19,10 @@ _WHERE = {
     "create_session": "api",
     "create_kv_pool": "api",
     "fork": "api",
+    "load_session": "api",
+    "embed": "api",
+    "truncate": "api",
+    "release_kv_pages": "api",
     "eval_batch": "api",
     "eval_embd": "api",
     "eval_embd_span": "api",
@@ -47,7 +51,9 @@ _WHERE = {
     "OutOfPages": "errors",
     "ContextFull": "errors",
     "CannotRewind": "errors",
+    "SessionFileError": "errors",
     "KernelError": "errors",
+    "TemplateError": "errors",
     "DownloadError": "errors",
 }
 

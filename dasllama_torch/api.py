@@ -16,11 +16,13 @@ from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
+from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
-from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, UnsupportedModel
+from dasllama_torch.engine.session_file import SessionFile
+from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
@@ -137,7 +139,7 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
 
 def caps(model: CausalLM) -> Caps:
     """What the model can do and what it is made of, see `Caps`."""
-    return Caps.of(model.config, model.metadata)
+    return Caps.of(model.config, model.metadata, model.tokenizer)
 
 
 def create_kv_pool(
@@ -164,6 +166,8 @@ def create_session(
     rewind: int = 0,
     pool: KVPool | None = None,
     prefix_cache: PrefixCache | None = None,
+    on_full: str = "error",
+    keep: int | None = None,
 ) -> Session:
     """A new stream over the model, empty.
 
@@ -175,12 +179,19 @@ def create_session(
     of its own; None: one that all sessions of the model and kv_dtype share. Memory is taken page by page as tokens
     come. prefix_cache: of `create_prefix_cache`, whose pool the session takes; it evaluates nothing again that the
     cache holds, and leaves its own pages there.
+
+    on_full: what happens to tokens that do not fit into n_ctx. "error": ContextFull. "shift": the session forgets what
+    follows its first `keep` tokens, half of what there is behind them or as much as is needed, and goes on, see
+    `Session.shift`; that evaluates the rest anew, once in about n_ctx / 2 tokens. keep: None: the token that begins
+    every text (BOS), where the vocabulary wants one.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
     if rewind < 0:
         raise ValueError(f"rewind is {rewind}, wanted 0 or more")
+    if on_full not in ("error", "shift"):
+        raise ValueError(f"on_full is {on_full!r}, wanted 'error' or 'shift'")
     if prefix_cache is not None:
         if prefix_cache.model is not model:
             raise ValueError("the prefix cache is another model's: wanted create_prefix_cache(model)")
@@ -193,7 +204,11 @@ def create_session(
         raise ValueError(f"kv_dtype is {kv_dtype!r}, and the pool's {pool.kv_dtype!r}")
     elif pool.layers != [layer.cache for layer in model.config.layers]:
         raise ValueError("the pool is for layers of other sizes than the model's: wanted a create_kv_pool(model)")
-    return Session(model, pool, n_ctx, rewind, prefix_cache)
+    if keep is None:
+        keep = min(int(model.tokenizer is not None and model.tokenizer.add_bos), n_ctx - 1)
+    if not 0 <= keep < n_ctx:
+        raise ValueError(f"keep is {keep}, wanted 0 to {n_ctx - 1}: n_ctx has to leave room for others")
+    return Session(model, pool, n_ctx, rewind, prefix_cache, on_full, keep)
 
 
 def create_prefix_cache(
@@ -248,7 +263,62 @@ def fork(session: Session) -> Session:
     return session.fork()
 
 
+def truncate(session: Session, n: int) -> None:
+    session.truncate(n)
+
+
 fork.__doc__ = Session.fork.__doc__
+truncate.__doc__ = Session.truncate.__doc__
+
+
+def release_kv_pages(holder: Session | KVPool) -> None:
+    """Give back what is not needed: of a session all that it holds, to its pool, so that it stands at its beginning;
+    of a pool the memory of its free pages, to the operating system."""
+    if isinstance(holder, KVPool):
+        holder.release()
+    else:
+        holder.truncate(0)
+
+
+def embed(model: CausalLM, text: str | Sequence[str], pooling: str | None = None) -> Tensor:
+    """A unit vector f32 [C] of a text, or f32 [n, C] of n of them, for comparing texts by dot products: the hidden
+    states of its tokens behind the last norm, pooled, and divided by their length.
+
+    The tokens are those of `model.encode`, so with the BOS and EOS that the vocabulary asks for. pooling: "mean" of all
+    tokens, "cls" (the first) or "last"; None: what the file says (`{arch}.pooling_type`), and the mean if it does not.
+    A decoder that was not trained for it gives usable vectors, not a dedicated model's. Short texts go through the
+    model together, long ones in windows of rows; a text's vector does not depend on the others. No session is touched.
+    Raises ContextFull for a text beyond the model's context, ValueError for one without tokens, UnsupportedModel for a
+    file that ranks.
+    """
+    texts = [model.encode(each) for each in ([text] if isinstance(text, str) else text)]
+    pool = _pool(model, "f32", max(map(len, texts), default=1))
+    vectors = pooling_of.embed(model, pool, texts, pooling)
+    return vectors[0] if isinstance(text, str) else vectors
+
+
+def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | None = None) -> Session:
+    """The session that `Session.save` wrote: what it evaluates and draws next is what that one would have, to the bit.
+
+    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. Raises
+    SessionFileError for a broken file, one of another model (or of another mode, or with other weights: see
+    `session_file.fingerprint`) or another kv_dtype than the pool's; OutOfPages where the pool has no room.
+    """
+    file = SessionFile(path, model)
+    if pool is not None and pool.kv_dtype != file.kv_dtype:
+        raise SessionFileError(
+            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {pool.kv_dtype}"
+        )
+    try:
+        session = create_session(model, file.kv_dtype, pool=pool, **file.how)
+    except ValueError as error:
+        raise SessionFileError(f"{path}: {error}") from None
+    try:
+        file.restore(session)
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 def eval_embd(session: Session, rows: Tensor, logits: str | None = "last") -> Tensor | None:

@@ -368,9 +368,11 @@ def _caps(file: "GGUFFile") -> dict[str, Any]:
         return {"unsupported": f"architecture {arch!r} is not implemented"}
     from dasllama_torch.arch.caps import Caps
     from dasllama_torch.gguf.source import GGUFSource
+    from dasllama_torch.text.tokenizer import Tokenizer
 
     try:
-        found = Caps.of(family(arch, md.origin).config.from_gguf(md, GGUFSource(file)), md)
+        config = family(arch, md.origin).config.from_gguf(md, GGUFSource(file))
+        found = Caps.of(config, md, Tokenizer.from_metadata(md))
     except DasllamaError as e:
         return {"unsupported": str(e)}
     return {**dataclasses.asdict(found), "summary": str(found)}

@@ -197,7 +197,8 @@ class DecoderConfig:
     """Facts that every decoder has, in GGUF's words; properties give the names that Hugging Face tools ask for.
 
     arch: `general.architecture`. n_ctx: the context that the model was made for. norm_eps: epsilon of all its RMS
-    norms.
+    norms. pooling: how the tokens of a text become one vector: "none" (the file does not say), "mean", "cls" (the first
+    token's), "last", "rank" (a score, no vector).
     """
 
     arch: str
@@ -205,6 +206,7 @@ class DecoderConfig:
     n_ctx: int
     n_embd: int
     norm_eps: float
+    pooling: str
     layers: tuple[LayerSpec, ...]
 
     @property
@@ -221,6 +223,7 @@ class DecoderConfig:
             n_ctx=g.n_ctx,
             n_embd=g.n_embd,
             norm_eps=g.norm_eps,
+            pooling=g.pooling,
             layers=tuple(layers),
             **own,
         )
@@ -236,6 +239,9 @@ class DecoderConfig:
     intermediate_size = property(lambda self: self.layers[0].ffn_width)
 
 
+_POOLINGS = ("none", "mean", "cls", "last", "rank")  # in the order of llama.cpp's numbers
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
     """The keys that all families share, read and checked against each other."""
@@ -249,6 +255,7 @@ class Geometry:
     head_dim: int
     ffn_width: tuple[int, ...]
     norm_eps: float
+    pooling: str
 
     def layer(self, i: int, **more) -> LayerSpec:
         """The spec of layer i; more: `rope`, and what else differs by layer."""
@@ -288,6 +295,7 @@ def read_geometry(md: Metadata, w: TensorSource, *, experts_only: bool = False) 
         head_dim=head_dim,
         ffn_width=a.ints("feed_forward_length", no_ffn, length=n_layers, min=1, max=MAX_WIDTH),
         norm_eps=a.float("attention.layer_norm_rms_epsilon", min=0.0, max=1.0),
+        pooling=_POOLINGS[a.int("pooling_type", 0, min=0, max=len(_POOLINGS) - 1)],
     )
 
 

@@ -30,9 +30,24 @@ class CannotRewind(DasllamaError):
     """A session cannot go back to that position exactly: a window or a recurrent state has forgotten what it needs."""
 
 
+class SessionFileError(DasllamaError):
+    """A file holds no session that can go on: broken, of another model, or kept in another way than the pool does."""
+
+
 class KernelError(DasllamaError):
     """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
 
 
 class DownloadError(DasllamaError):
     """A model could not be fetched, or what arrived does not match its checksum."""
+
+
+class TemplateError(DasllamaError):
+    """A chat template is missing, broken, was stopped, or refuses the conversation. index, role: of the message that it
+    was busy with, None where that is not known.
+    """
+
+    def __init__(self, text: str, *, index: int | None = None, role: str | None = None):
+        super().__init__(text)
+        self.index = index
+        self.role = role

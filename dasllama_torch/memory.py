@@ -23,6 +23,14 @@ def reserve(nbytes: int, huge: bool = False) -> mmap.mmap:
         raise OutOfPages(f"no address space for a cache of {nbytes} bytes: {error}") from None
 
 
+def release(mapping: mmap.mmap, begin: int, end: int) -> None:
+    """Give the memory behind bytes [begin, end) of a `reserve` back to the operating system, in whole system pages.
+    The address space stays; what is read there next may be anything."""
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
 def huge_pages(nbytes: int) -> mmap.mmap:
     """Private zeroed memory, in huge pages as far as the system gives any (`has_huge_pages`).
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from vocabularies import bpe
 
 import dasllama_torch as dl
@@ -565,7 +566,9 @@ def test_wrong_arguments_are_refused(bench, capsys, tmp_path):
     assert (options.rounds, len(options.models)) == ({1: 11, 2: 5}, 2)
 
 
-def test_the_random_llama_loads_and_has_the_vocabulary_of_the_file(monkeypatch, tmp_path):
+@pytest.fixture
+def random_llama(monkeypatch, tmp_path):
+    """A small one, and the metadata of the file that gave it its vocabulary."""
     import random_llama
 
     for name, value in dict(C=128, LAYERS=2, H=2, G=1, D=64, FF=256).items():
@@ -573,8 +576,29 @@ def test_the_random_llama_loads_and_has_the_vocabulary_of_the_file(monkeypatch, 
     words = bpe("smollm")
     write_gguf(tmp_path / "words.gguf", "llama", words, {})
     random_llama.write_f32(tmp_path / "made.gguf", tmp_path / "words.gguf", seed=0)
-    model = dl.load_model(tmp_path / "made.gguf")
+    return tmp_path / "made.gguf", words
+
+
+def test_the_random_llama_loads_and_has_the_vocabulary_of_the_file(random_llama):
+    path, words = random_llama
+    model = dl.load_model(path)
     assert list(model.tokenizer.encode("a line")) == list(Tokenizer.from_metadata(Metadata(words)).encode("a line"))
     logits = dl.create_session(model).eval([1, 2, 3])
     assert logits.shape == (len(words["tokenizer.ggml.tokens"]),)
     assert 0.5 < logits.std() < 2  # the activations of a trained model, in size
+
+
+def test_the_cost_of_prefixes_is_measured(random_llama, capsys):
+    import prefix_cache
+
+    before = torch.get_num_threads()
+    try:
+        prefix_cache.main([str(random_llama[0]), "--tokens", "300", "--rounds", "2", "--others", "1"])
+    finally:
+        torch.set_num_threads(before)
+    printed = capsys.readouterr().out
+    assert "attach   256 tokens" in printed
+    assert "same session" in printed
+    assert "new session" in printed
+    assert "20 tokens evaluated" in printed
+    assert "64 tokens evaluated" in printed  # of 320, all but four pages

@@ -35,6 +35,7 @@ def test_every_family(name, oracle, capsys):
     assert caps.rewinds == (recurrent == 0)
     assert not caps.vocabulary
     assert not caps.chat_template
+    assert caps.chat is None
     if name in SAID:
         assert str(caps) == SAID[name]
     main(["inspect", str(path), "--json"])
@@ -45,5 +46,7 @@ def test_a_real_model(demo_model, capsys):
     caps = dl.caps(dl.load_model(demo_model))
     assert caps.vocabulary
     assert caps.chat_template
+    assert (caps.chat.system, caps.chat.tools, caps.chat.reasoning) == (True, False, False)
+    assert str(caps).endswith("; chat: system message (tokenizer.chat_template)")
     main(["inspect", str(demo_model)])
     assert "model          layers: 30 attention\n               positions: rope\n" in capsys.readouterr().out

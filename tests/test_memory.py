@@ -1,6 +1,7 @@
 """Weights read into memory: the same bytes as mapped ones, in huge pages, once."""
 
 import gc
+import mmap
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ import torch
 
 import dasllama_torch as dl
 from dasllama_torch import api, memory
+from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.errors import GGUFError
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf, write_shards
@@ -78,14 +80,14 @@ def test_huge_pages():
 
 
 @linux
-@pytest.mark.parametrize("mmap", [None, True, False])
-def test_where_weights_lie(oracle, mmap):
+@pytest.mark.parametrize("mapped", [None, True, False])
+def test_where_weights_lie(oracle, mapped):
     path = oracle / "tiny" / "llama.gguf"
-    model = dl.load_model(path, mmap=mmap)
-    assert (path.name in mapped_files()) == (not memory.has_huge_pages() if mmap is None else mmap)
+    model = dl.load_model(path, mmap=mapped)
+    assert (path.name in mapped_files()) == (not memory.has_huge_pages() if mapped is None else mapped)
     ids = torch.arange(1, 40).unsqueeze(0)
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, dl.load_model(path, mmap=not mmap)(ids).logits)
+        assert torch.equal(model(ids).logits, dl.load_model(path, mmap=not mapped)(ids).logits)
 
 
 @linux
@@ -115,6 +117,49 @@ def test_no_garbage_is_looked_for_while_a_model_loads(oracle, tmp_path, enabled,
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def resident() -> int:
+    """Bytes of memory behind this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@linux
+@pytest.mark.parametrize("name", ["gemma3", "qwen35"])
+def test_free_pages_give_their_memory_back(oracle, name):
+    """To the system, and only they: what a session and a prefix cache hold is as it was, and goes on."""
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf")
+    pool = dl.create_kv_pool(model, 16, "f32")
+    ids = np.random.default_rng(0).integers(0, 256, 200).tolist()
+    with dl.create_prefix_cache(model, pool) as cache:
+        dl.create_session(model, prefix_cache=cache).eval(ids)
+        kept, *others = (dl.create_session(model, pool=pool, n_ctx=1000) for _ in range(12))
+        kept.eval(ids[:150])
+        for other in others:
+            other.eval(ids * 4, logits=None)
+        held, used = pool.used_bytes, resident()
+        for other in others[:-1]:
+            other.close()
+        dl.release_kv_pages(others[-1])
+        assert others[-1].n_past == 0
+        freed = held - pool.used_bytes
+        assert freed > 2 << 20
+        dl.release_kv_pages(pool)
+        assert resident() < used - freed // 2  # runs of free pages are cut to whole pages of the system
+        wanted = dl.create_session(model, "f32").eval(ids)
+        assert torch.equal(kept.eval(ids[150:]), wanted)
+        assert torch.equal(others[-1].eval(ids), wanted)
+        again = dl.create_session(model, prefix_cache=cache)
+        assert torch.equal(again.eval(ids), wanted)
+        assert again.stats.reused_tokens >= 112
+
+
+def test_runs_of_free_pages():
+    pages = PageAllocator(20)
+    taken = pages.take(10)
+    pages.keep(6)
+    pages.give_back([taken[i] for i in (4, 1, 2, 8, 6, 0)])
+    assert pages.free_runs() == [(0, 3), (4, 5), (8, 9)]
 
 
 @linux

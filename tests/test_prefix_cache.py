@@ -1,12 +1,14 @@
 """What a session takes from others in place of evaluating it: the results are those of a session that evaluates all,
 whatever was reused, given back or rendered anew."""
 
+import dataclasses
 import gc
 
 import hf_twin
 import pytest
 import torch
 from families import TINY
+from test_embeddings import grid, picture
 from test_fork import fresh
 from test_graphs import counted
 from test_invariants import assert_same, text
@@ -124,6 +126,18 @@ def test_batches(model):
             assert all(map(torch.equal, found, [last(model, [*ids, 9]) for ids in [*prompts, prompts[0]]]))
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "q8_0", "tq4", ("q8_0", "tq4")])
+def test_every_codec(model, kv_dtype):
+    """Pages are shared as they are, and copied as they are."""
+    pool, ids = dl.create_kv_pool(model, ROWS, kv_dtype), text(1, 100)
+    with dl.create_prefix_cache(model, pool, checkpoint_every=1) as cache:
+        for prompt, reused in ((ids, 0), (ids, 96), (ids[:70] + text(2, 30), 64)):
+            with opened(cache) as session, dl.create_session(model, kv_dtype, N_CTX) as alone:
+                assert torch.equal(session.eval(prompt), alone.eval(prompt))
+                assert session.stats.reused_tokens == reused
+                assert torch.equal(session.prefill([*prompt[:90], 7]), alone.prefill([*prompt[:90], 7]))
+
+
 def test_all_logits_means_no_reuse(model):
     ids = text(1, 100)
     with create(model) as cache, opened(cache) as first, opened(cache) as second:
@@ -189,6 +203,9 @@ def test_first_difference(load):
             changed = [*ids[:90], 1, 2]
             session.prefill(changed)
             assert (session.stats.first_difference, session.stats.reused_tokens) == (90, 90)
+            cache.clear()
+            session.prefill([*ids[:70], 1, 2])
+            assert (session.stats.first_difference, session.stats.reused_tokens) == (70, 70)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -407,7 +424,7 @@ def test_who_holds_what(model):
     del cache, fork, first
     gc.collect()
     assert pool.used_bytes == 0
-    assert pool.tree is None
+    assert pool.prefix_tree is None
 
 
 def test_a_session_that_goes_back_into_a_kept_page_leaves_it_as_it_is(load):
@@ -479,6 +496,85 @@ def attach_twice(cache):
     cache.attach(session, [1, 2])
 
 
+# ---- pictures and sound ---------------------------------------------------------------------------------------------
+
+
+def conversation(model, name, seed):
+    """Text, 40 rows that stand for a picture or for sound, text. The rows of gemma3 see each other, those of qwen2vl
+    have positions on three axes."""
+    rows = picture(model, 40, seed)
+    media = {
+        "llama": dl.Embeddings(rows),
+        "gemma3": dl.Embeddings(rows, causal=False),
+        "qwen2vl": dl.Embeddings(rows, positions=grid(5, 8)),
+        "qwen35": dl.Embeddings(rows),
+    }
+    return [*text(1, 37), media[name], *text(2, 60)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "qwen35"])
+def test_another_picture_in_the_same_prompt(name, load):
+    """All pictures look alike among ids. Only what they were made from tells them apart; reuse ends in none of them."""
+    model = load(name)
+    wanted = [dl.create_session(model, n_ctx=N_CTX).prefill(conversation(model, name, seed)) for seed in (1, 2)]
+    assert not torch.equal(*wanted)
+    with create(model, checkpoint_every=1) as cache:
+        for seed, reused, difference in ((1, 0, None), (2, 32, 37), (1, 128, None), (2, 128, None)):
+            with opened(cache) as session:
+                found = session.prefill(conversation(model, name, seed))
+                assert torch.equal(found, wanted[seed - 1])
+                assert (session.stats.reused_tokens, session.stats.first_difference) == (reused, difference)
+                assert session.stats.n_prompt == session.n_past == 137
+                (span,) = session.spans
+                assert (span.start, span.stop) == (37, 77)
+        prompt = conversation(model, name, 1)
+        for parts, reused in ((prompt[:38], 32), (prompt[:40], 32), (prompt[:41], 32), ([*prompt[:44], 0], 80)):
+            with opened(cache) as session, dl.create_session(model, n_ctx=N_CTX) as alone:
+                assert torch.equal(session.prefill(parts), alone.prefill(parts))
+                assert session.stats.reused_tokens == reused
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl"])
+def test_a_chat_about_pictures(name, load):
+    """Its next turn evaluates its own tokens, and the picture no more; another picture is not taken for the first."""
+    model = load(name)
+    prompt = conversation(model, name, 1)
+    with create(model) as cache:
+        for session in (opened(cache), dl.create_session(model, n_ctx=N_CTX)):
+            reply = [token for token, _ in session.generate(prompt, max_tokens=9, whole=True)]
+            turn = [*prompt, *reply, *text(3, 20), conversation(model, name, 2)[37], 5]
+            found = session.prefill(turn)
+            assert session.stats.prefilled_tokens == 1 + 20 + 40 + 1
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(turn))
+            changed = [*turn[:37], conversation(model, name, 2)[37], *turn[38:]]
+            found = session.prefill(changed)
+            assert session.stats.first_difference == 37
+            assert session.stats.reused_tokens <= 37
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed))
+            found = session.prefill(changed[:38])  # ends with the picture, whose last row is not evaluated alone
+            assert session.stats.reused_tokens <= 37
+            assert torch.equal(found, dl.create_session(model, n_ctx=N_CTX).prefill(changed[:38]))
+            session.close()
+
+
+def test_rows_that_nothing_tells_apart_are_never_reused(load):
+    """Placeholders without the digest of what they stand for: in the request, and in what was evaluated."""
+    model = load("llama")
+    prompt = conversation(model, "llama", 1)
+    ids, known = [*text(1, 37), *[-1] * 40, *text(2, 60)], prompt[37].span(37)
+    unknown = dataclasses.replace(known, digest=b"")
+    with create(model) as cache, opened(cache) as session:
+        session.prefill(prompt)
+        with opened(cache) as other:
+            assert dl.prefix_attach(other, ids) == 32
+        for span, length in ((unknown, 32), (known, 128)):
+            assert cache._tree.find(b"", ids, [span]).length == length
+        cache.clear()
+        session.set_spans([unknown])
+        dl.prefix_insert(session)
+        assert [len(chain.ids) for chain in cache.chains()] == [32]
+
+
 # ---- what must not be reused ----------------------------------------------------------------------------------------
 
 
@@ -487,20 +583,23 @@ def test_what_hooks_have_changed_is_neither_kept_nor_reused(model):
     with create(model) as cache:
         with opened(cache) as session:
             session.eval(ids)
-        steered = opened(cache)
+        steered, mixed = opened(cache), opened(cache)
+        mixed.eval(text(3, 20))
         hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
         wanted = last(model, ids)
         assert "a hook of model.layers.0" in cache.why_not()
         assert torch.equal(steered.eval(ids), wanted)
+        mixed.eval(text(4, 20))
         hook.remove()
         assert not torch.equal(wanted, last(model, ids))
-        steered.eval([1] * 40)
-        dl.prefix_insert(steered)
-        assert cache.held_groups() == 0
-        for reused in (0, 96):
-            with opened(cache) as session:
-                assert torch.equal(session.eval(ids), last(model, ids))
-                assert session.stats.reused_tokens == reused
+        assert cache.why_not() == ""
+        for each in (steered, mixed):
+            each.eval([1] * 40)
+            dl.prefix_insert(each)
+        assert cache.held_groups() == 7  # what was there before
+        with opened(cache) as session:
+            assert torch.equal(session.eval(ids), last(model, ids))
+            assert session.stats.reused_tokens == 96
         steered.truncate(0)
         steered.eval(ids)
         assert steered.stats.reused_tokens == 96
@@ -511,13 +610,33 @@ def test_what_hooks_have_changed_is_neither_kept_nor_reused(model):
                 assert session.stats.reused_tokens == 0
 
 
-def test_a_changed_model_empties_it(load):
+def change_a_number(model):
+    model.model.layers[0].self_attn.attn.scale *= 2
+
+
+def change_a_weight(model):
+    norm = model.model.layers[1].input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight * 2, requires_grad=False)
+
+
+def change_a_module(model):
+    model.model.layers[0].mlp = model.model.layers[1].mlp
+
+
+@pytest.mark.parametrize("change", [change_a_number, change_a_weight, change_a_module])
+def test_a_changed_model_empties_it(load, change):
     model, ids = load("llama"), text(1, 100)
     with create(model) as cache, opened(cache) as session:
-        session.eval(ids)
-        model.model.layers[0].self_attn.attn.scale *= 2
+        before = session.eval(ids)
+        load("qwen2").half()  # another model's changes are none of its own
         with opened(cache) as other:
-            assert torch.equal(other.eval(ids), last(model, ids))
+            other.eval(ids)
+            assert other.stats.reused_tokens == 96
+        change(model)
+        with opened(cache) as other:
+            found = other.eval(ids)
+            assert torch.equal(found, last(model, ids))
+            assert not torch.equal(found, before)
             assert other.stats.reused_tokens == 0
             session.eval(text(2, 100))  # has seen both
             assert max(len(chain.ids) for chain in cache.chains()) == 96

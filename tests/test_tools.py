@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_cases import CASES, Case, render, source
 
+from dasllama_torch.chat.thinking import Harmony
 from dasllama_torch.chat.tools import (
     FORMATS,
     CallDelta,
@@ -25,7 +26,7 @@ from dasllama_torch.chat.tools import (
     tool_format,
     writes_tools,
 )
-from dasllama_torch.chat.tools.calls import decode_arguments, read_object
+from dasllama_torch.chat.tools.calls import decoded, read_object
 from dasllama_torch.chat.tools.typed import to_json
 from dasllama_torch.errors import UnsupportedModel
 
@@ -286,6 +287,31 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("python", None)]),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>"{\\"a\\": 1}"<|call|>', [("f", {"a": 1})]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g", "parameters": {"b": 2}}</tool_call>',
+            [("f", {"a": 1})],
+        ),
+        ("hermes", '<tool_call>{"name": "f": "g", "arguments": {}}</tool_call>', []),
+        ("harmony", " to=functions.f<|channel|>commentary json<|message|><|call|>", [("f", {})]),
+        # Strings that are not closed again.
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.f<|message|>{"a": "x}<|call|>'
+            '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"b": 1}<|call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x}[TOOL_CALLS]g[ARGS]{"b": 1}', [("f", None), ("g", {"b": 1})]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x}}][TOOL_CALLS]g[ARGS]{"b": 1}',
+            [("f", None), ("g", {"b": 1})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:<|"|>x}<tool_call|><|tool_call>call:g{b:1}<tool_call|>',
+            [("f", None), ("g", {"b": 1})],
+        ),
     ],
 )
 def test_what_models_write(form, text, wanted):
@@ -332,6 +358,7 @@ def test_values_have_the_type_of_the_schema(text, types, wanted):
     [
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
         ({"const": True}, "True", True),
@@ -361,12 +388,12 @@ BOMBS = {
 @pytest.mark.parametrize("unit", ['{"a":', "[", "{a:", '"\\'])
 def test_deep_and_long_replies(form, unit):
     before, after = BOMBS[form.name]
-    reply = parse_calls(before + unit * 30_000 + after, form)
+    reply = parse_calls(before + unit * 10_000 + after, form)
     assert all(
         call.arguments is None or call.arguments.keys() <= {"x", "a"} for call in reply.calls
     )  # if at all, as text
-    many = parse_calls((before + "{}" + after) * 3000, form)
-    assert len(many.calls) in (1, 3000)
+    many = parse_calls((before + "{}" + after) * 1000, form)
+    assert len(many.calls) in (1, 1000)
 
 
 def test_text_comes_out_as_soon_as_it_is_certain():
@@ -382,6 +409,35 @@ def test_text_comes_out_as_soon_as_it_is_certain():
     assert [call.arguments for call in stream.calls] == [{"city": "Zürich"}]
     assert stream.feed("Wait.") == ["\n\nWait."]
     assert stream.finish() == []
+
+
+def test_a_call_that_breaks_off_ends_where_it_does():
+    stream = CallStream(tool_format("gemma4").read)
+    assert stream.feed("<|tool_call>call:f{a:1<tool_call|>Wait.") == [CallDelta(0, "f", '{"a":'), "Wait."]
+    assert [call.arguments for call in stream.calls] == [None]
+
+
+@each_format
+@pytest.mark.parametrize("text", ["", " \n", " Hm. \n", "a < b [c] {d}\n\n"])
+def test_replies_without_calls_pass_as_they_are(form, text):
+    assert check(text, form) == ToolReply(text, ())
+
+
+def test_a_stream_is_of_one_reply():
+    stream = CallStream(tool_format("hermes").read)
+    assert stream.finish() == []
+    with pytest.raises(ValueError, match="wanted a new stream"):
+        stream.feed("x")
+
+
+def test_ids_are_the_models_own():
+    (call,) = check("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", tool_format("mistral")).calls
+    assert call.id == "abcdefghi"
+    _, (delta,) = streamed([call.raw], tool_format("mistral"))
+    assert delta == CallDelta(0, "f", "{}", "abcdefghi")
+    for text in ('[{"id": "a1", "name": "f", "arguments": {}}]', '[{"name": "f", "arguments": {}, "id": "a1"}]'):
+        assert check(f"[TOOL_CALLS]{text}", tool_format("mistral")).calls[0].id == "a1"
+    assert check('<tool_call>{"name": "f"}</tool_call>', tool_format("hermes")).calls[0].id is None
 
 
 def test_long_texts_stream_within_formats_without_json():
@@ -402,7 +458,6 @@ def test_the_format_is_found(oracle):
     }
     for template, form in {**{case.template: case.form for case in CASES}, **others}.items():
         assert detect_format(source(oracle, template), (), "llama").name == form
-        assert [f.name for f in FORMATS.values() if writes_tools(source(oracle, template), f)][0]
         assert writes_tools(source(oracle, template), FORMATS[form])
     for template in TEMPLATES_WITHOUT_TOOLS:
         assert not any(writes_tools(source(oracle, template), form) for form in FORMATS.values())
@@ -434,41 +489,45 @@ def test_without_a_template_the_vocabulary_tells(token, architecture, form):
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome or Zürich?"}]
 CALLED = [ToolCall("get_weather", {"city": "Zürich", "days": 3}, "..."), ToolCall("f-2", {"tags": ["a", "b"]}, "...")]
+# The template's own turns, and the empty reasoning that it puts into them.
 INLINED = [
-    ("Qwen-Qwen2.5-7B-Instruct", "hermes", "<|im_start|>{role}\n{content}<|im_end|>\n"),
-    ("Qwen3.5-4B", "qwen3-coder", "<|im_start|>{role}\n{content}<|im_end|>\n"),
-    ("GLM-4.6", "glm", "<|{role}|>\n{content}"),
+    ("Qwen-Qwen2.5-7B-Instruct", "hermes", "<|im_start|>{role}\n{content}<|im_end|>\n", ""),
+    ("Qwen3.5-4B", "qwen3-coder", "<|im_start|>{role}\n{content}<|im_end|>\n", "<think>\n\n</think>\n\n"),
+    ("GLM-4.6", "glm", "<|{role}|>\n{content}", "<think></think>\n"),
     (
         "meta-llama-Llama-3.2-3B-Instruct",
         "llama-json",
         "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+        "",
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "name", "turn"), INLINED, ids=lambda value: value)
-def test_plain_messages_say_what_the_template_would(oracle, template, name, turn):
+@pytest.mark.parametrize(("template", "name", "turn", "reasoning"), INLINED, ids=[name for _, name, *_ in INLINED])
+def test_plain_messages_say_what_the_template_would(oracle, template, name, turn, reasoning):
     """Where a template knows nothing of tools the model reads the words that its own template would write."""
     form = tool_format(name)
-    called = CALLED[: 1 if name == "llama-json" else 2]
-    conversation = render_assistant_calls(ASKED, "I look it up.", called)
-    conversation = add_tool_results(conversation, ["22 °C", "x"][: len(called)])
+    alone = name == "llama-json"  # one call, without content
+    called = CALLED[:1] if alone else CALLED
+    conversation = render_assistant_calls(ASKED, "" if alone else "I look it up.", called)
+    conversation = add_tool_results(conversation, ["22 °C", "a\nb"][: len(called)])
     conversation.append({"role": "assistant", "content": "Rome."})
-    plain = inline_tools(conversation, TOOLS, form)
+    system, user, *later = inline_tools(conversation, TOOLS, form)
     by_template = render(oracle, template, conversation, TOOLS)
+    assert by_template.replace(reasoning, "").endswith("".join(turn.format(**message) for message in later))
+
     definitions = form.inline.definitions(TOOLS)
     assert definitions in by_template
-    assert definitions in next(
-        m["content"] for m in plain if m["role"] == ("user" if name == "llama-json" else "system")
-    )
-    text = "".join(turn.format(**message) for message in plain)
-    for message in plain[2:]:
-        wanted = message["content"] if name != "llama-json" else message["content"].removeprefix("I look it up.")
-        assert wanted in by_template
-        assert wanted in text
-    reply = parse_calls(plain[2]["content"].removeprefix("I look it up." if name == "llama-json" else ""), form, TOOLS)
+    if alone:
+        assert (system["content"], user["content"]) == ("Be brief.", definitions + "Rome or Zürich?")
+    else:
+        assert (system["content"], user["content"]) == (f"Be brief.\n\n{definitions}", "Rome or Zürich?")
+    assert inline_tools(ASKED[1:], TOOLS, form)[0]["content"].startswith(definitions)
+    assert inline_tools(ASKED, [], form) == ASKED
+
+    reply = parse_calls(later[0]["content"], form, TOOLS)
     assert [(call.name, call.arguments) for call in reply.calls] == [(call.name, call.arguments) for call in called]
-    assert ASKED == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome or Zürich?"}]
+    assert reply.content == conversation[2]["content"]
 
 
 def test_formats_with_turns_of_their_own_need_a_template():
@@ -503,9 +562,25 @@ def test_a_call_that_cannot_be_read_is_replayed_as_it_was_written():
     }
 
 
+@pytest.mark.parametrize(
+    "recipient", ["<|channel|>commentary to=functions.f <|constrain|>json", " to=functions.f<|channel|>commentary json"]
+)
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_calls_after_reasoning(recipient, step):
+    """The reasoning is taken out first; it leaves messages to tools as they are."""
+    reply = "<|channel|>analysis<|message|>I ask to=functions.g.<|end|><|start|>assistant"
+    reply += recipient + '<|message|>{"a": 1}'
+    thinking, tools = Harmony().stream(), CallStream(tool_format("harmony").read)
+    parts = [thinking.feed(reply[start : start + step]) for start in range(0, len(reply), step)] + [thinking.finish()]
+    content = [event for part in parts for event in tools.feed(part.content)] + tools.finish()
+    assert "".join(part.reasoning for part in parts) == "I ask to=functions.g."
+    assert [(call.name, call.arguments) for call in tools.calls] == [("f", {"a": 1})]
+    assert not any(isinstance(event, str) for event in content)
+
+
 def test_string_arguments_are_decoded_once():
-    assert decode_arguments('{"a": "{\\"b\\": 1}"}') == {"a": '{"b": 1}'}
-    assert decode_arguments("") == decode_arguments(None) == {}
-    assert decode_arguments("{not json") == "{not json"
-    assert decode_arguments("[1]") == "[1]"
-    assert decode_arguments({"a": "1"}) == {"a": "1"}
+    assert decoded('{"a": "{\\"b\\": 1}"}') == {"a": '{"b": 1}'}
+    assert decoded("") == decoded(None) == {}
+    assert decoded("{not json") == "{not json"
+    assert decoded("[1]") == "[1]"
+    assert decoded({"a": "1"}) == {"a": "1"}

@@ -3,8 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from dasllama_torch.chat.caps import ChatCaps
 from dasllama_torch.config import DecoderConfig, LayerSpec
 from dasllama_torch.gguf.metadata import Metadata
+from dasllama_torch.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +17,8 @@ class Caps:
     rewinds: whether a session can go back to any position; otherwise only to a checkpoint, because a layer keeps a
     state instead of its tokens. experts, experts_used: of a layer, and for each token; 0 in a dense model.
     positions: how they are encoded, "rope" and what scales it ("yarn", "llama3", "longrope", "linear"), "m-rope" for
-    several axes, "partial" if some dims of a head are not rotated, "none" in layers without.
+    several axes, "partial" if some dims of a head are not rotated, "none" in layers without. chat: what its template
+    can do, None where there is none that works.
     """
 
     architecture: str
@@ -27,10 +30,11 @@ class Caps:
     experts: int
     experts_used: int
     positions: tuple[str, ...]
+    chat: ChatCaps | None
 
     @classmethod
-    def of(cls, config: DecoderConfig, metadata: Metadata) -> "Caps":
-        """The caps of a model of this config whose file has this metadata."""
+    def of(cls, config: DecoderConfig, metadata: Metadata, tokenizer: Tokenizer) -> "Caps":
+        """The caps of a model of this config whose file has this metadata and vocabulary."""
         moe = next((layer.moe for layer in config.layers if layer.moe), None)
         positions = dict.fromkeys(word for layer in config.layers if not layer.delta for word in _positions(layer))
         return cls(
@@ -43,13 +47,15 @@ class Caps:
             experts=moe.n_experts if moe else 0,
             experts_used=moe.n_used if moe else 0,
             positions=tuple(positions),
+            chat=ChatCaps.of_file(metadata, tokenizer),
         )
 
     def __str__(self) -> str:
         layers = ", ".join(f"{n} {kind}" for kind, n in self.layers.items())
         experts = f"; {self.experts_used} of {self.experts} experts for each token" if self.experts else ""
         back = "sessions go back anywhere" if self.rewinds else "sessions go back to checkpoints"
-        return f"layers: {layers}{experts}; positions: {', '.join(self.positions)}; {back}"
+        chat = f"; chat: {self.chat}" if self.chat else ""
+        return f"layers: {layers}{experts}; positions: {', '.join(self.positions)}; {back}{chat}"
 
 
 def _kind(layer: LayerSpec) -> str:

@@ -11,7 +11,8 @@ class Forecast:
     """Goes through the forwards of a batch as the engine will, and changes nothing.
 
     For each forward: `grow` for each of its sequences, then `advance` for each, with the positions [start, stop) that
-    it evaluates. most: bytes beyond those in use now that the pool must be able to hand out.
+    it evaluates. most: bytes beyond those in use now that the pool must be able to hand out. A prefix cache is reckoned
+    to keep nothing, since it gives back what sessions need.
     """
 
     def __init__(self, pool: KVPool):

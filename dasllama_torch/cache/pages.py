@@ -24,6 +24,14 @@ class PageAllocator:
         """How many pages are not free."""
         return len(self._holders) - len(self._free)
 
+    def free_runs(self) -> list[tuple[int, int]]:
+        """The free pages that were handed out before, as runs [first, end)."""
+        runs: list[tuple[int, int]] = []
+        for page in sorted(self._free):
+            first = runs.pop()[0] if runs and runs[-1][1] == page else page
+            runs.append((first, page + 1))
+        return runs
+
     def holders(self, page: int) -> int:
         return self._holders[page]
 

@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.config import CacheSpec, StateSpec
 from dasllama_torch.errors import OutOfPages
-from dasllama_torch.memory import reserve
+from dasllama_torch.memory import release, reserve
 from dasllama_torch.ops.kv_codecs import KVCodec, codec_pair, pair_name
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class KVPool:
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
         self._tree: weakref.ref[PrefixTree] | None = None
+        self._mappings: list[tuple[mmap, int, PageAllocator]] = []  # with the bytes of a page or slot in each
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
             self._memory = [self._pages(group) for group in self.groups]
@@ -111,7 +113,7 @@ class KVPool:
     def _pages(self, group: PageGroup) -> Tensor:
         """A page of a group is one run of memory, all its layers' keys and values one after the other: what belongs to
         one position lies together, and a new page touches the fewest pages of the system."""
-        return self._tensor((group.pages.capacity, group.page_bytes), torch.uint8, huge=True)
+        return self._tensor(group.pages, (group.page_bytes,), torch.uint8, huge=True)
 
     def _make(self, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
         taken = [0] * len(windows)  # bytes of a page
@@ -132,20 +134,21 @@ class KVPool:
                 k, v = (paged(group, codec, spec.n_kv_heads, dim, nbytes) for codec, dim, nbytes in parts)
                 made.append(PagedKV(k, v, *self.codecs, *dims, group))
             elif isinstance(spec, StateSpec):
-                slots = self.states.capacity
-                conv = self._tensor((slots, spec.conv_taps - 1, spec.conv_channels), torch.float32)
-                made.append(
-                    RecurrentState(conv, self._tensor((slots, spec.n_heads, spec.k_dim, spec.v_dim), torch.float32))
-                )
+                conv = self._tensor(self.states, (spec.conv_taps - 1, spec.conv_channels), torch.float32)
+                delta = self._tensor(self.states, (spec.n_heads, spec.k_dim, spec.v_dim), torch.float32)
+                made.append(RecurrentState(conv, delta))
             else:
                 made.append(None)
         return made
 
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, huge: bool = False) -> Tensor:
+    def _tensor(self, pages: PageAllocator, shape: tuple[int, ...], dtype: torch.dtype, huge: bool = False) -> Tensor:
+        """[pages or slots, *shape]."""
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        n = torch.Size(shape).numel()
-        return torch.frombuffer(reserve(n * dtype.itemsize, huge), dtype=dtype).view(shape)  # keeps the mapping alive
+            return torch.zeros((pages.capacity, *shape), dtype=dtype, device=self.device)
+        each = math.prod(shape) * dtype.itemsize
+        mapping = reserve(pages.capacity * each, huge)
+        self._mappings.append((mapping, each, pages))
+        return torch.frombuffer(mapping, dtype=dtype).view(pages.capacity, *shape)
 
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]
@@ -171,12 +174,12 @@ class KVPool:
         return sum(group.pages.spare * group.page_bytes for group in self.groups) + slots * self.state_bytes
 
     @property
-    def tree(self) -> "PrefixTree | None":
+    def prefix_tree(self) -> "PrefixTree | None":
         """The prefix cache that keeps pages of this pool."""
         return self._tree() if self._tree else None
 
-    @tree.setter
-    def tree(self, tree: "PrefixTree | None") -> None:
+    @prefix_tree.setter
+    def prefix_tree(self, tree: "PrefixTree | None") -> None:
         self._tree = tree and weakref.ref(tree)
 
     def require(self, nbytes: int) -> None:
@@ -190,8 +193,15 @@ class KVPool:
     def make_room(self, needed: Callable[[], int]) -> None:
         """Let a prefix cache give back until there is room for the bytes that are needed, or it has nothing left. It
         may change what is needed: who alone holds a page that is no longer kept writes to it without a copy."""
-        while (tree := self.tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
+        while (tree := self.prefix_tree) and self.used_bytes + needed() > self.max_bytes and tree.evict():
             pass
+
+    def release(self) -> None:
+        """Give the memory of free pages and slots back to the operating system. They cost memory again once they are
+        written. What sessions hold and a prefix cache keeps stays, and so does `max_bytes`."""
+        for mapping, each, pages in self._mappings:
+            for first, end in pages.free_runs():
+                release(mapping, first * each, end * each)
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""

@@ -7,7 +7,7 @@ a digest of its own content and of its parent's key; what a digest finds is comp
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 
-EMBEDDED = -1  # in place of the id of a row that came as an embedding
+EMBEDDING = -1  # in place of the id of a row of embeddings
 
 
 class Span(Protocol):
-    """Rows [start, stop) that came as embeddings. digest: of all that decides them; empty if that is unknown."""
+    """Rows [start, stop) of embeddings. digest: of all that decides them; empty if that is unknown."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class Match:
 class PrefixChain:
     """One history that a prefix cache keeps, from its first token to the end of its last full page.
 
-    ids: its tokens, -1 for a row that came as an embedding. hits: how many sessions have attached a part of it.
+    ids: its tokens, -1 for a row of embeddings. hits: how many sessions have attached a part of it.
     resume_points: the lengths that an attach may take; all multiples of a page where layers neither have a window nor
     are recurrent.
     """
@@ -116,7 +116,7 @@ class PrefixTree:
             marks |= {at for at in ((stop - 1) // rows * rows, stop // rows * rows) if at > start}
         return sorted(marks)
 
-    def find(self, root: bytes, ids: Sequence[int], spans: Iterable[Span] = ()) -> Match:
+    def find(self, root: bytes, ids: Sequence[int], spans: Sequence[Span] = ()) -> Match:
         """The longest that an attach may take of a prompt: whole pages, and not its last token, whose logits are
         wanted. It ends in no span. root: what else decides a history."""
         rows, chain, block = self.pool.page_rows, [], self._roots.get(root)
@@ -149,7 +149,7 @@ class PrefixTree:
         self._touch(blocks)
 
     def insert(
-        self, root: bytes, ids: Sequence[int], spans: Iterable[Span], sequence: CacheSequence, with_state: bool
+        self, root: bytes, ids: Sequence[int], spans: Sequence[Span], sequence: CacheSequence, with_state: bool
     ) -> None:
         """Keep the full pages that a sequence holds of its positions, whose tokens ids are; with_state: and its
         recurrent state, if they end with a page."""
@@ -282,17 +282,17 @@ def _digest(parent: bytes, content: Content) -> bytes:
     return digest.digest()
 
 
-def _contents(ids: Sequence[int], spans: Iterable[Span], rows: int) -> Iterator[Content]:
+def _contents(ids: Sequence[int], spans: Sequence[Span], rows: int) -> Iterator[Content]:
     """Contents of the full blocks of a history, up to the first one whose rows are not all known."""
     for start in range(0, len(ids) - rows + 1, rows):
         content = content_of(ids, spans, start, start + rows)
         known = (range(first, last) for first, last, digest in content.media if digest)
-        if sum(len(rows) + min(0, rows.start) for rows in known) < content.ids.count(EMBEDDED):
+        if sum(len(rows) + min(0, rows.start) for rows in known) < content.ids.count(EMBEDDING):
             return
         yield content
 
 
-def content_of(ids: Sequence[int], spans: Iterable[Span], start: int, stop: int) -> Content:
+def content_of(ids: Sequence[int], spans: Sequence[Span], start: int, stop: int) -> Content:
     media = ((s.start - start, min(s.stop, stop) - start, s.digest) for s in spans if s.start < stop and s.stop > start)
     return Content(tuple(ids[start:stop]), tuple(media))
 
@@ -304,6 +304,6 @@ def n_common(held: Content, wanted: Content) -> int:
     return min([n, *(max(0, first) for first, _, _ in set(held.media) ^ set(wanted.media))])
 
 
-def _is_between(spans: Iterable[Span], position: int) -> bool:
+def _is_between(spans: Sequence[Span], position: int) -> bool:
     """Whether no span lies on both sides of a position."""
     return not any(span.start < position < span.stop for span in spans)

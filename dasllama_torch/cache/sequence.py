@@ -14,6 +14,7 @@ class Sequence:
     state: slot of the recurrent state, -1 before the first token and where a model has none.
     checkpoints: position -> slot that holds the recurrent state as it was there, -1 where a model has none.
     rewind: how many of the last tokens `truncate` may take back on windowed layers without a checkpoint.
+    first[g]: positions of group g before it are gone, even if their page is held: it came from pages of another size.
 
     A windowed layer's page goes back as soon as no row can come to see it: neither the next one, nor one after `rewind`
     tokens have been taken back, nor one that follows a checkpoint. So such a layer keeps window + rewind tokens, those
@@ -29,6 +30,7 @@ class Sequence:
         self.tables: list[list[int]] = [[] for _ in pool.groups]
         self.state = -1
         self.checkpoints: dict[int, int] = {}
+        self.first = [0] * len(pool.groups)
         self.torn = False  # a forward has failed after it had changed some of the layers' recurrent states
 
     def bytes_for(self, start: int, stop: int) -> int:
@@ -55,7 +57,7 @@ class Sequence:
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""
         stop = self.pool.blocks(self.length + n)
-        if self.pool.tree:
+        if self.pool.prefix_tree:
             self.pool.make_room(lambda: self._bytes_to(stop))
         for g, (group, table) in enumerate(zip(self.pool.groups, self.tables, strict=True)):
             if self.length % self.pool.page_rows:
@@ -101,20 +103,37 @@ class Sequence:
             return
         slot = -1
         if self.pool.states:
-            self._check_whole("keep")
+            self.check_whole("keep")
             # Taken here and not by the next `grow`: who asks for it is told that there is no room.
             self.pool.require(self.pool.state_bytes)
             (slot,) = self.pool.states.take(1)
             self.pool.copy_state(self.state, slot)
         self.checkpoints[self.length] = slot
 
+    def first_held(self, group: int) -> int:
+        """The first position whose keys a group has."""
+        return max(self.first[group], self.tables[group].count(-1) * self.pool.page_rows)
+
+    def extend(self, length: int, first: tuple[int, ...], checkpoints: tuple[int, ...]) -> None:
+        """Take, empty so far, what a sequence of `length` positions holds whose groups have their keys from `first` on:
+        pages and states that are still to be written. Raises OutOfPages."""
+        pool, self.length, self.first = self.pool, length, list(first)
+        gone = [position // pool.page_rows for position in first]
+        nbytes = [(pool.blocks(length) - n) * group.page_bytes for group, n in zip(pool.groups, gone, strict=True)]
+        n_states = 1 + len(checkpoints) if pool.states and length else 0
+        pool.require(sum(nbytes) + n_states * pool.state_bytes)
+        for group, n, table in zip(pool.groups, gone, self.tables, strict=True):
+            table += [-1] * n + group.pages.take(pool.blocks(length) - n)
+        states = pool.states.take(n_states) if n_states else [-1] * (1 + len(checkpoints))
+        self.state, self.checkpoints = states[0], dict(zip(checkpoints, states[1:], strict=True))
+
     def fork(self) -> "Sequence":
         """A sequence that holds all that this one does, together with it. Raises CannotRewind if the recurrent state is
         torn."""
-        self._check_whole("fork")
+        self.check_whole("fork")
         fork = Sequence(self.pool, self.rewind)
         fork.length, fork.state, fork.checkpoints = self.length, self.state, self.checkpoints.copy()
-        fork.tables = [table.copy() for table in self.tables]
+        fork.tables, fork.first = [table.copy() for table in self.tables], self.first.copy()
         for group, table in zip(self.pool.groups, self.tables, strict=True):
             group.pages.share(page for page in table if page >= 0)
         if self.pool.states:
@@ -140,8 +159,9 @@ class Sequence:
         marks = ", ".join(map(str, sorted({0, *self.checkpoints})))
         if self.pool.states and (n < self.length or self.torn) and n not in (0, *self.checkpoints):
             return f"the recurrent state cannot go back from {self.length} to {n}, only to a checkpoint: {marks}"
-        for group, table in zip(self.pool.groups, self.tables, strict=True):
-            if any(page < 0 for page in table[self.pool.first_seen(group, n) : self.pool.blocks(n)]):
+        for group, table, first in zip(self.pool.groups, self.tables, self.first, strict=True):
+            pages = table[self.pool.first_seen(group, n) : self.pool.blocks(n)]
+            if pages and (max(0, n - group.window + 1) < first or any(page < 0 for page in pages)):
                 return (
                     f"keys that position {n} sees through a window of {group.window} are gone: {self.length} tokens "
                     f"have been evaluated, wanted at most {self.rewind} more than {n}, or a checkpoint: {marks}"
@@ -154,6 +174,7 @@ class Sequence:
             raise CannotRewind(obstacle)
         back = n < self.length or self.torn
         self._cut(n)
+        self.first = [min(first, n) for first in self.first]
         for mark in [mark for mark in self.checkpoints if mark > n]:
             self._give_back_slot(self.checkpoints.pop(mark))
         if self.pool.states and back:
@@ -179,7 +200,8 @@ class Sequence:
             group.pages.give_back(page for page in table[stop:] if page >= 0)
             del table[stop:]
 
-    def _check_whole(self, wanted: str) -> None:
+    def check_whole(self, wanted: str) -> None:
+        """Raise CannotRewind if the recurrent state is torn. wanted: what for it is wanted."""
         if self.torn:
             raise CannotRewind(f"there is no state to {wanted} at {self.length}: an evaluation failed half way")
 

@@ -28,8 +28,8 @@ class MarkerBuffer:
 
     def put_back(self, text: str) -> None:
         """Gives back what was taken last."""
-        self.feed("")
-        self._text = text + self._text
+        self._text = text + self._text[self._at :]
+        self._at = 0
 
     def finish(self) -> None:
         """No more text will come: from now on nothing is held back."""

@@ -4,11 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dasllama_torch.cache.prefix import EMBEDDING
 from dasllama_torch.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from dasllama_torch.modules.causal_lm import CausalLM
     from dasllama_torch.step import Step
 
-EMBEDDING = -1  # what `Session.tokens` holds for a row of embeddings
 N_AXES = 3  # of M-RoPE: time, height, width
 MAX_POSITION = 1 << 24  # angles are products of f32, which holds integers below this
 
@@ -115,10 +116,15 @@ class Embeddings:
                 f"wanted causal embeddings (eval_embd)"
             )
         if self.positions is not None:
-            if not any(layer.rope and layer.rope.axes for layer in config.layers):
+            if not has_axes(config):
                 raise UnsupportedModel(f"{config.arch}: a row has one position, wanted embeddings without positions")
             if self.positions.shape[1] != N_AXES:
                 raise ValueError(f"the rows have {self.positions.shape[1]} positions each, wanted {N_AXES}")
+
+
+def has_axes(config: "DecoderConfig") -> bool:
+    """Whether the model has M-RoPE."""
+    return any(layer.rope and layer.rope.axes for layer in config.layers)
 
 
 @dataclass(frozen=True)
@@ -136,16 +142,15 @@ class Prompt:
     @staticmethod
     def of(given: Sequence[int | Embeddings] | Embeddings) -> "Prompt":
         ids, spans, parts = [], [], []
-        for each in [given] if isinstance(given, Embeddings) else given:
-            if isinstance(each, Embeddings):
-                parts.append((len(ids), each))
-                spans.append(each.span(len(ids)))
-                ids += [EMBEDDING] * len(each)
+        for kind, run in groupby([given] if isinstance(given, Embeddings) else given, type):
+            if kind is Embeddings:
+                for each in run:
+                    parts.append((len(ids), each))
+                    spans.append(each.span(len(ids)))
+                    ids += [EMBEDDING] * len(each)
             else:
-                if not parts or isinstance(parts[-1][1], Embeddings):
-                    parts.append((len(ids), []))
-                ids.append(int(each))
-                parts[-1][1].append(ids[-1])
+                parts.append((len(ids), list(map(int, run))))
+                ids += parts[-1][1]
         return Prompt(ids, spans, parts)
 
     def rest(self, n: int) -> list[list[int] | Embeddings]:

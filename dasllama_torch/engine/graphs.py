@@ -13,6 +13,7 @@ Prompts leave out the same (`sharing`), under the same conditions; their modules
 """
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -290,6 +291,7 @@ class _RecordedStep:
 
 def find_obstacle(model: nn.Module) -> _Obstacle | None:
     """What forbids to record a step of the modules as they are."""
+    foreign_method = functools.cache(_foreign_method)  # a model has few classes and many modules
     for name, module in model.named_modules():
         name = name or "the model"
         # Others may do more than ops, and do not tell of their changes.
@@ -297,7 +299,7 @@ def find_obstacle(model: nn.Module) -> _Obstacle | None:
             return _Obstacle(f"{name} is a {type(module).__name__}, which is not of this package")
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return _Obstacle(f"a hook of {name}", lasting=False)  # no epoch tells of its removal
-        if foreign := _foreign_method(type(module)):
+        if foreign := foreign_method(type(module)):
             return _Obstacle(f"{name} has a {foreign} that is not of this package")
         own = [key for key, value in module.__dict__.items() if callable(value) and hasattr(type(module), key)]
         if own:

@@ -1,6 +1,9 @@
 """What a session need not evaluate again, since another, or itself, has done so before."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import Match, PrefixChain, PrefixTree
@@ -26,8 +29,8 @@ class PrefixCache:
     forward is cut at these boundaries.
 
     It serves one model as it is. What was evaluated under hooks, dispatch modes or modules from elsewhere is not kept,
-    nothing is reused under them, and a changed module empties the cache: `why_not` tells. Values that are written into
-    a weight's memory do not show: call `clear`. Not thread-safe.
+    and nothing is reused under them: `why_not` tells. A module that has changed empties the cache. Values that are
+    written into a weight's memory do not show: call `clear`. Not thread-safe.
     """
 
     _closed = True  # until it has been made
@@ -37,11 +40,13 @@ class PrefixCache:
             raise ValueError(f"max_bytes is {max_bytes}, wanted 0 or more")
         if checkpoint_every < 1:
             raise ValueError(f"checkpoint_every is {checkpoint_every}, wanted 1 page or more")
-        if pool.tree:
+        if pool.prefix_tree:
             raise ValueError("the pool has a prefix cache already")
         self.model, self.pool = model, pool
-        self._tree = pool.tree = PrefixTree(pool, max_bytes, checkpoint_every)
-        self._epoch, self._plain = base.epoch(), False
+        self._tree = pool.prefix_tree = PrefixTree(pool, max_bytes, checkpoint_every)
+        self._epoch, self._obstacle = -1, None
+        self._modules: list[dict[str, Any]] = []  # of the version
+        self._version = 0  # how often they have changed
         ropes = [layer.rope for layer in model.config.layers if layer.rope and layer.rope.long]
         self._contexts = sorted({rope.long.original_context for rope in ropes})
         self._closed = False
@@ -49,11 +54,11 @@ class PrefixCache:
     def attach(self, session: Session, prompt: Sequence[int | Embeddings]) -> int:
         """Let an empty session hold the longest kept prefix of a prompt, ids and embeddings between them: in whole
         pages, without the prompt's last token, whose logits are wanted, and with embeddings from beginning to end or
-        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves
-        in `eval`, `generate` and `prefill`."""
+        not at all. Returns its length; the caller evaluates the rest. Sessions do so by themselves in `eval`, of ids,
+        in `generate` and in `prefill`."""
         self._check(session)
-        if session.n_past:
-            raise ValueError(f"wanted an empty session, found one of {session.n_past} tokens")
+        if n := session.n_past + len(session.pending):
+            raise ValueError(f"wanted an empty session, found one of {n} tokens")
         prompt = Prompt.of(prompt)
         match = self.find(session, prompt)
         self.take(session, prompt, match)
@@ -75,8 +80,9 @@ class PrefixCache:
             session.origin = self._state()
 
     def insert(self, session: Session, with_state: bool = True) -> None:
-        """Keep the session's full pages, and its recurrent states if its tokens end with a page. Sessions do so by
-        themselves when a page is full."""
+        """Keep the session's full pages, and with_state its recurrent states if its tokens end with a page. Sessions do
+        so by themselves when a page is full, so it is for what has been given back since. Nothing is kept of a session
+        whose tokens were evaluated under a hook, or before the model was changed."""
         self._check(session)
         if session.origin is not None and session.origin == self._state():
             self._tree.insert(self._root(session), session.tokens, session.spans, session.sequence, with_state)
@@ -103,8 +109,8 @@ class PrefixCache:
             return "the prefix cache is closed"
         if graphs.is_watched():
             return "a dispatch mode or a hook of all modules"
-        obstacle = graphs.find_obstacle(self.model)
-        return obstacle.text if obstacle else ""
+        self._state()
+        return self._obstacle.text if self._obstacle else ""
 
     @property
     def is_open(self) -> bool:
@@ -132,7 +138,7 @@ class PrefixCache:
         if not self._closed:
             self._closed = True
             self._tree.clear()
-            self.pool.tree = None
+            self.pool.prefix_tree = None
 
     def _check(self, session: Session) -> None:
         if self._closed:
@@ -143,13 +149,16 @@ class PrefixCache:
 
     def _state(self) -> int | None:
         """What tells two kinds of forwards apart; None for one whose results must not be reused."""
-        if base.epoch() != self._epoch:
-            self._epoch, self._plain = base.epoch(), False
-            self._tree.clear()
         if graphs.is_watched():
             return None
-        self._plain = self._plain or graphs.find_obstacle(self.model) is None
-        return self._epoch if self._plain else None
+        if base.epoch() != self._epoch or (self._obstacle and not self._obstacle.lasting):
+            self._epoch, self._obstacle = base.epoch(), graphs.find_obstacle(self.model)
+            if not self._obstacle:  # and perhaps as it was: a hook has come and gone, or another model has changed
+                modules = [_attributes(module) for module in self.model.modules()]
+                if not _same(modules, self._modules):
+                    self._modules, self._version = modules, self._version + 1
+                    self._tree.clear()
+        return None if self._obstacle else self._version
 
     def _root(self, session: Session) -> bytes:
         """What decides keys besides tokens: LongRoPE's frequencies go by the session's context."""
@@ -163,3 +172,21 @@ class PrefixCache:
 
     def __del__(self):
         self.close()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """All that is set in a module; dicts as they are now."""
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two are one object, equal as plain values, or made of such."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, (bool, int, float, str)) and one == other

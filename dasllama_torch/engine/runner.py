@@ -10,7 +10,7 @@ from dasllama_torch.cache.forecast import Forecast
 from dasllama_torch.engine import graphs
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Placed, embed, place
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
-from dasllama_torch.errors import CannotRewind, ContextFull
+from dasllama_torch.errors import CannotRewind
 from dasllama_torch.ops import registry
 from dasllama_torch.step import PageTable, Step
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512  # rows of one forward
 LOGITS = ("last", "all", None)
+HIDDEN = "hidden"  # in the place of one of these: all rows' hidden states
 
 
 def run(
@@ -30,7 +31,8 @@ def run(
 
     logits: "last" gives f32 [V] per session, "all" f32 [len(inputs[i]), V], None nothing. A session's result does not
     depend on the others. Memory is asked for before anything is evaluated: ContextFull and OutOfPages leave every
-    session as it was. What fails later leaves it with the tokens of the forwards that were done.
+    session as it was, but for a shift that was due. What fails later leaves it with the tokens of the forwards that
+    were done.
     """
     if logits not in LOGITS:
         raise ValueError(f"logits={logits!r}, wanted one of {', '.join(map(repr, LOGITS))}")
@@ -41,21 +43,41 @@ def run(
     ids = [s.pending + _ids(given) for s, given in zip(sessions, inputs, strict=True)]
     media = {i: given for i, given in enumerate(inputs) if isinstance(given, Embeddings)}
     _check(sessions, ids, media)
+    shifts = [session.room_for(n) for session, n in zip(sessions, asked, strict=True)]
+    for i, (session, given, n) in enumerate(zip(sessions, inputs, shifts, strict=True)):
+        if n:
+            session.shift(n)
+            ids[i] = session.pending + _ids(given)
     whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
     marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
     windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
     _check_memory(sessions, windows)
+    # The first of ids[i] whose logits are wanted: of the last in any case, of pending tokens before it never.
+    first = [len(tokens) - max(n if logits == "all" else 1, 1) for tokens, n in zip(ids, asked, strict=True)]
     kept: list[list[Tensor]] = [[] for _ in sessions]
     for window in windows:
-        _run_window(sessions, ids, media, window, logits, kept)
+        _run_window(sessions, ids, media, window, logits, first, kept)
     if logits == "all":
         results = [torch.cat(parts) for parts in kept]
         for session, rows in zip(sessions, results, strict=True):
             session.logits = rows[-1]
-        return [rows[-n:] for rows, n in zip(results, asked, strict=True)]
+        return [rows[len(rows) - n :] for rows, n in zip(results, asked, strict=True)]
     for session, parts in zip(sessions, kept, strict=True):
         session.logits = parts[0] if parts else None
     return [session.logits for session in sessions]
+
+
+def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """Evaluate ids[i] at the end of sessions[i] like `run`, for what the head would take: of each session the normed
+    hidden states of its rows, f32 [T, C] for each forward that had some. The sessions get no logits."""
+    ids = [[int(token) for token in tokens] for tokens in ids]
+    _check(sessions, ids, {})
+    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    _check_memory(sessions, windows)
+    kept: list[list[Tensor]] = [[] for _ in sessions]
+    for window in windows:
+        _run_window(sessions, ids, {}, window, HIDDEN, [0] * len(ids), kept)
+    return kept
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:
@@ -83,11 +105,6 @@ def _check(sessions: list["Session"], ids: list[list[int]], media: dict[int, Emb
                 f"an evaluation failed half way and left the recurrent state behind token {session.n_past}: truncate "
                 f"the session to a checkpoint or to 0"
             )
-        if session.n_past + len(tokens) > session.n_ctx:
-            raise ContextFull(
-                f"{session.n_past} tokens of the session and {len(tokens)} new ones exceed its context, "
-                f"n_ctx={session.n_ctx}"
-            )
 
 
 def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None:
@@ -114,11 +131,13 @@ def _run_window(
     media: dict[int, Embeddings],
     window: list[Chunk],
     logits: str | None,
+    first: list[int],
     kept: list[list[Tensor]],
 ) -> None:
     """One forward: rows of some sessions, whose tokens count as evaluated once it is done.
 
-    Logits that are wanted are appended to `kept` of their session: f32 [V] of its last row, or [n, V] of all n.
+    Logits that are wanted are appended to `kept` of their session: f32 [V] of its last row, or [n, V] of those from
+    `first` on.
     """
     present = [sessions[chunk.index] for chunk in window]
     spans = [ids[chunk.index][chunk.start : chunk.stop] for chunk in window]
@@ -128,14 +147,14 @@ def _run_window(
             session.sequence.grow(len(span))
         parts = None if placed else _run_recorded(present, spans, window, logits)
         if parts is None:
-            parts = _run_modules(present, spans, placed, window, logits)
+            parts = _run_modules(present, spans, placed, window, logits, first)
     except BaseException:
         for session in present:
             session.sequence.abandon()
         raise
     for session, span, chunk, part in zip(present, spans, window, parts, strict=True):
         session.tokens += span
-        session.pending, session.logits = [], None
+        session.pending, session.logits = session.pending[len(span) :], None
         for each in placed:
             if each.session is session:
                 session.hold(each.given, each.rows.stop)
@@ -149,13 +168,15 @@ def _run_window(
 def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> list[Tensor] | None:
     """The parts of a window of single rows whose logits are all wanted; None, and nothing done, of any other, and where
     the modules themselves must run."""
-    if logits is None or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
+    if logits in (None, HIDDEN) or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
         return None
     rows = graphs.run(present, [token for (token,) in spans])
     return [row[None] for row in rows] if rows and logits == "all" else rows
 
 
-def _run_modules(present, spans, placed: list[Placed], window: list[Chunk], logits: str | None) -> list[Tensor | None]:
+def _run_modules(
+    present, spans, placed: list[Placed], window: list[Chunk], logits: str | None, first: list[int]
+) -> list[Tensor | None]:
     tokens, row_seq, row_pos, positions, logit_rows, wanted_of = [], [], [], [], [], []
     for seq, (session, span, chunk) in enumerate(zip(present, spans, window, strict=True)):
         tokens += span
@@ -163,13 +184,13 @@ def _run_modules(present, spans, placed: list[Placed], window: list[Chunk], logi
         at = range(session.n_past, session.n_past + len(span))
         row_pos += at
         positions += at if not session.rope_delta else (p + session.rope_delta for p in at)
-        wanted = len(span) if logits == "all" else int(logits == "last" and chunk.last)
+        wanted = 0 if logits is None else max(0, chunk.stop - max(chunk.start, first[chunk.index]))
         logit_rows += range(len(tokens) - wanted, len(tokens))
         wanted_of.append(wanted)
     with torch.inference_mode():
         step = _step(present, tokens, row_seq, row_pos, positions, logit_rows)
-        parts = _forward(present[0].model, step, placed).split(wanted_of)
-    if logits == "all":
+        parts = _forward(present[0].model, step, placed, logits).split(wanted_of)
+    if logits in ("all", HIDDEN):
         return list(parts)
     # Copies, and made here, so that they are ordinary tensors: inference tensors refuse to be changed in place.
     return [part[0].clone() if len(part) else None for part in parts]
@@ -212,10 +233,12 @@ def _step(
     )
 
 
-def _forward(model: "CausalLM", step: Step, placed: list[Placed]) -> Tensor:
-    """Logits f32 [rows, V] of the rows that are wanted."""
+def _forward(model: "CausalLM", step: Step, placed: list[Placed], logits: str | None) -> Tensor:
+    """Logits f32 [rows, V] of the rows that are wanted, or all rows' hidden states f32 [T, C]."""
     registry.count_call("step", "eager")
     with graphs.sharing(model):
+        if logits == HIDDEN:
+            return model.get_decoder()(embed(model, step, placed), step)[0].float().cpu()
         if not len(step.logit_rows):  # the cache is all that is wanted
             model.get_decoder()(embed(model, step, placed), step)
             return torch.empty(0, model.config.n_vocab)

@@ -1,5 +1,6 @@
 """Session: one stream of tokens over a model."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
-from dasllama_torch.engine import runner
+from dasllama_torch.engine import runner, session_file
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
 from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -35,7 +36,8 @@ class Stats:
     with it longest, of those that the session and its prefix cache hold; None if that history does not go on.
     n_generated: tokens yielded. prefill_s: time to evaluate the prompt. ttft_s: time to the first token. decode_s: from
     the first token to the last. stop: why it ended: "eog", "length", "context", or "caller", which also stands there
-    while it runs and after an error.
+    while it runs and after an error. shifts: how often the session shifted meanwhile, and reevaluated_tokens: what that
+    made it evaluate once more.
     """
 
     n_prompt: int = 0
@@ -46,6 +48,8 @@ class Stats:
     ttft_s: float = 0.0
     decode_s: float = 0.0
     stop: str = "caller"
+    shifts: int = 0
+    reevaluated_tokens: int = 0
 
     @property
     def prefilled_tokens(self) -> int:
@@ -67,16 +71,26 @@ class Session:
     tokens: the ids evaluated, -1 for a row of embeddings; n_past: how many. spans: which rows are embeddings.
     rope_delta: rotary position of the next token less n_past, not 0 behind embeddings with positions of their own
     (transformers: `rope_deltas`). logits: f32 [V] after the last of them, None before any.
-    pending: a token that `generate` has yielded; the next evaluation puts it before its own ids.
-    n_ctx: the most it may hold; more raises ContextFull. rewind: see `truncate`. stats: of the last prompt.
-    prefix_cache: see `create_session`. sequence: its pages and states, which go back to the pool with `close`, at the
-    end of a `with` block, or when the session is collected. Not thread-safe.
+    pending: what the next evaluation puts before its own ids: a token that `generate` has yielded, and what a `shift`
+    has left to be evaluated anew.
+    n_ctx: the most it may hold; on_full: what more does, "error" raises ContextFull, "shift" shifts, past the first
+    `keep` tokens. rewind: see `truncate`. stats: of the last prompt. prefix_cache: see `create_session`. sequence: its
+    pages and states, which go back to the pool with `close`, at the end of a `with` block, or when the session is
+    collected. Not thread-safe.
     """
 
     def __init__(
-        self, model: CausalLM, pool: KVPool, n_ctx: int, rewind: int = 0, prefix_cache: "PrefixCache | None" = None
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        n_ctx: int,
+        rewind: int = 0,
+        prefix_cache: "PrefixCache | None" = None,
+        on_full: str = "error",
+        keep: int = 0,
     ):
         self.model, self.pool, self.n_ctx, self.prefix_cache = model, pool, n_ctx, prefix_cache
+        self.on_full, self.keep = on_full, keep
         self.origin: int | None = None  # what the prefix cache knows its tokens' forwards by
         self.sequence = CacheSequence(pool, rewind)
         self.tokens: list[int] = []
@@ -97,7 +111,8 @@ class Session:
 
         logits: "last" returns f32 [V] of the last position, "all" f32 [len(ids), V], None returns nothing and skips the
         head. Where the session is empty and has a prefix cache, what that holds of the ids is not evaluated again,
-        unless all logits are wanted. Raises ContextFull or OutOfPages, leaving the session as it was.
+        unless all logits are wanted. Raises ContextFull or OutOfPages, leaving the session as it was; a session that
+        shifts (`create_session`'s on_full) may have done so before OutOfPages.
         """
         return eval_batch([self], [ids], logits)[0]
 
@@ -137,7 +152,7 @@ class Session:
     def _attach(self, ids: Sequence[int] | Embeddings) -> int:
         """How many of ids an empty session takes from its prefix cache."""
         cache = self.prefix_cache
-        if self.tokens or cache is None or not cache.is_open or isinstance(ids, Embeddings):
+        if self.tokens or self.pending or cache is None or not cache.is_open or isinstance(ids, Embeddings):
             return 0
         return cache.attach(self, ids)
 
@@ -186,14 +201,15 @@ class Session:
     def hold(self, given: Embeddings, n: int) -> None:
         """The last tokens of the session are the first n rows of the embeddings; fewer may have been noted before."""
         span = given.span(self.n_past - n).until(self.n_past)
-        self._set_spans([*(other for other in self.spans if other.start < span.start), span])
+        self.set_spans([*(other for other in self.spans if other.start < span.start), span])
 
     def hold_attached(self, prompt: Prompt, n: int) -> None:
         """The session's sequence has come to hold the first n rows of a prompt."""
         self.tokens = prompt.ids[:n]
-        self._set_spans([span for span in prompt.spans if span.start < n])
+        self.set_spans([span for span in prompt.spans if span.start < n])
 
-    def _set_spans(self, spans: list[Span]) -> None:
+    def set_spans(self, spans: list[Span]) -> None:
+        """The session's rows of embeddings are these, in order."""
         self.spans = spans
         self.rope_delta = sum(span.advance - (span.stop - span.start) for span in spans)
 
@@ -207,14 +223,33 @@ class Session:
         two tokens.
         """
         self._check_open()
-        fork = Session(self.model, self.pool, self.n_ctx, prefix_cache=self.prefix_cache)
+        fork = Session(
+            self.model,
+            self.pool,
+            self.n_ctx,
+            prefix_cache=self.prefix_cache,
+            on_full=self.on_full,
+            keep=self.keep,
+        )
         fork.origin = self.origin
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
-        fork._set_spans(self.spans.copy())
+        fork.set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
         fork._generator.set_state(self._generator.get_state())
         return fork
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the session to a file, from which `load_session` goes on exactly: what it holds in the pool as it is
+        kept there, windows, recurrent states and checkpoints included, tokens, embeddings' places, logits, pending
+        tokens and the random generator; not the model, the prefix cache, nor `stats`.
+
+        The file (safetensors) appears whole or not at all, in place of one of that name. Raises OSError or
+        SessionFileError where it cannot be written, CannotRewind where a failed evaluation has left recurrent states
+        between two tokens.
+        """
+        self._check_open()
+        session_file.save(self, path)
 
     def checkpoint(self) -> None:
         """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
@@ -239,11 +274,61 @@ class Session:
                     f"{span.stop}"
                 )
         self.sequence.truncate(n)
-        self._set_spans([span.until(n) for span in self.spans if span.start < n])
+        self.set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
         del self.tokens[n:]
         self.pending = []
+
+    def shift(self, n: int | None = None) -> None:
+        """Forget the n tokens that follow the first `keep`; None: half of those, and at least one.
+
+        The session is then what one would be that had never seen them: the tokens behind are evaluated anew, at their
+        new positions, by the next evaluation, whose logits are exactly those of a fresh session. That costs as much as
+        a prompt of that length, and of the first `keep` too where a window or a recurrent state cannot go back to
+        them (see `truncate`); `stats` counts it. Keys are not turned to new positions in place: that would be wrong
+        behind a window, in a quantized cache and in recurrent states. Raises CannotRewind, changing nothing, where rows
+        of embeddings would have to be evaluated anew.
+        """
+        self._check_open()
+        held = self.tokens + self.pending
+        n = max(1, (len(held) - self.keep) // 2) if n is None else n
+        if not 0 < n <= len(held) - self.keep:
+            raise ValueError(f"n is {n}, wanted 1 to {len(held) - self.keep}, the tokens behind the first {self.keep}")
+        start, pending = self._shifted(held, n)
+        self.stats.shifts += 1
+        kept = max(0, min(self.keep, self.n_past) - start)
+        self.stats.reevaluated_tokens += kept + max(0, self.n_past - self.keep - n)
+        self.truncate(start)
+        self.pending = pending
+
+    def room_for(self, n: int) -> int:
+        """How many tokens to `shift` away before n further ones; 0: none. Raises ContextFull where that is not wanted
+        or would not do, CannotRewind as `shift`."""
+        held = len(self.tokens) + len(self.pending)
+        excess = held + n - self.n_ctx
+        if excess <= 0:
+            return 0
+        if self.on_full == "error" or excess > held - self.keep:
+            kept = "" if self.on_full == "error" else f", of which the first {self.keep} stay"
+            raise ContextFull(
+                f"{held} tokens of the session and {n} new ones exceed its context, n_ctx={self.n_ctx}{kept}"
+            )
+        away = max(excess, (held - self.keep) // 2)
+        self._shifted(self.tokens + self.pending, away)
+        return away
+
+    def _shifted(self, held: list[int], n: int) -> tuple[int, list[int]]:
+        """Where a shift goes back to, and what it leaves to be evaluated."""
+        start = self.sequence.reachable(min(self.keep, self.n_past))
+        while span := next((span for span in self.spans if span.start < start < span.stop and not span.causal), None):
+            start = self.sequence.reachable(span.start)
+        pending = held[start : self.keep] + held[self.keep + n :]
+        if EMBEDDING in pending:
+            raise CannotRewind(
+                f"a shift by {n} tokens would evaluate rows of embeddings anew, and the session has not kept them"
+            )
+        return start, pending
 
     def set_seed(self, seed: int) -> None:
         """Start the session's random numbers anew."""
@@ -267,7 +352,8 @@ class Session:
         whole: bool = False,
     ) -> Iterator[tuple[int | None, str]]:
         """Evaluate ids, or embeddings, then yield (token id, text) until an end-of-generation token, max_tokens or the
-        context's end. whole: they are all that the session shall hold, see `prefill`.
+        context's end, over which a session that shifts goes on. whole: they are all that the session shall hold, see
+        `prefill`.
 
         An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
         follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
@@ -296,7 +382,7 @@ class Session:
         stats.prefill_s = time.perf_counter() - start
         first = None
         while max_tokens is None or stats.n_generated < max_tokens:
-            if self.n_past + len(self.pending) > self.n_ctx:
+            if self.on_full == "error" and self.n_past + len(self.pending) > self.n_ctx:
                 stats.stop = "context"
                 break
             token = self.sample(params)

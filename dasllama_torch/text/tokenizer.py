@@ -93,11 +93,7 @@ class Tokenizer:
         without a vocabulary, lone surrogates, and text that the vocabulary cannot spell.
         """
         self._need_vocab("encode")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            found = f"a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
-            raise TokenizerError(f"the text has {found}; wanted valid Unicode") from None
+        _valid(text)
         bos = [self._required_id("bos")] if add_special and self.add_bos else []
         eos = [self._required_id("eos")] if add_special and self.add_eos else []
         if bos and (name := self._vocab.tokens[bos[0]]) and text.startswith(name):
@@ -111,8 +107,34 @@ class Tokenizer:
             if isinstance(part, Special):
                 ids.append(part.id)
             else:
-                ids += self._text_model.encode(" " + part if self.add_space_prefix else part)
+                ids += self._encode_run(part)
         return ids + eos
+
+    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
+        """The ids of a text in segments of (text, whether the names of special tokens in it become those tokens), with
+        nothing put around them. No name goes over from one segment into the next; apart from that, where segments meet
+        makes no difference. TokenizerError as in `encode`.
+        """
+        self._need_vocab("encode")
+        ids: list[int] = []
+        run = ""
+        for text, special in segments:
+            for part in self._specials.split(_valid(text)) if special else [_valid(text)]:
+                if isinstance(part, str):
+                    run += part
+                else:
+                    ids += self._encode_run(run)
+                    ids.append(part.id)
+                    run = ""
+        return ids + self._encode_run(run)
+
+    def special_types(self) -> dict[str, TokenType]:
+        """Name -> type of the tokens that are found in a text as they stand: control, unknown and user-defined ones."""
+        vocab = self._vocab
+        return {
+            vocab.tokens[i]: TokenType(int(vocab.types[i]))
+            for i in np.flatnonzero(np.isin(vocab.types, list(SPECIAL_TYPES))).tolist()
+        }
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`. decode(encode(text)) == text, but that U+2581 comes back as a space in vocabularies that
@@ -190,6 +212,12 @@ class Tokenizer:
         found = ((vocab.tokens[i], i) for i in np.flatnonzero(np.isin(vocab.types, kinds)).tolist())
         return SpecialTokens(Special(text, i, *strips(text, vocab.name, vocab.pre_name)) for text, i in found if text)
 
+    def _encode_run(self, text: str) -> list[int]:
+        """The ids of the text between two special tokens."""
+        if not text:
+            return []
+        return self._text_model.encode(" " + text if self.add_space_prefix else text)
+
     def _need_vocab(self, verb: str) -> None:
         if not self.has_vocab:
             found = f"tokenizer.ggml.model is {self.model!r}"
@@ -200,3 +228,12 @@ class Tokenizer:
         if token_id is None:
             raise TokenizerError(f"tokenizer.ggml.{name}_token_id is missing; wanted an id, or add_special=False")
         return token_id
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        found = f"a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
+        raise TokenizerError(f"the text has {found}; wanted valid Unicode") from None
+    return text

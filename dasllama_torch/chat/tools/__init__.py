@@ -61,7 +61,6 @@ _IN_VOCABULARIES = (
     ("<|python_tag|>", "llama-json"),
 )
 _BY_ARCHITECTURE = {"qwen35": "qwen3-coder", "qwen35moe": "qwen3-coder"}  # their vocabulary is that of hermes
-_PARSED_AT_ONCE = 1 << 12  # characters
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -103,8 +102,5 @@ def parse_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]] 
     the types of arguments from them.
     """
     stream = CallStream(form.read, tools)
-    content = []
-    for start in range(0, len(text), _PARSED_AT_ONCE):
-        content += stream.feed(text[start : start + _PARSED_AT_ONCE])
-    content += stream.finish()
-    return ToolReply("".join(event for event in content if isinstance(event, str)), stream.calls)
+    events = stream.feed(text) + stream.finish()
+    return ToolReply("".join(event for event in events if isinstance(event, str)), stream.calls)

@@ -68,7 +68,7 @@ def read_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def decode_arguments(arguments: Any) -> Any:
+def decoded(arguments: Any) -> Any:
     """What a template is to be given: a string of JSON (as OpenAI's API has it) is decoded, once, because templates
     encode it again. Nothing becomes {}; text that is no JSON object stays text.
     """
@@ -76,8 +76,8 @@ def decode_arguments(arguments: Any) -> Any:
         return {}
     if not isinstance(arguments, str):
         return arguments
-    decoded = read_object(arguments)
-    return arguments if decoded is None else decoded
+    value = read_object(arguments)
+    return arguments if value is None else value
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def arguments_text(function: Mapping[str, Any]) -> str:
     """The arguments of a call as JSON; text that is no JSON object as it is."""
-    arguments = decode_arguments(function.get("arguments"))
+    arguments = decoded(function.get("arguments"))
     return arguments if isinstance(arguments, str) else dumps(arguments)
 
 

@@ -4,7 +4,7 @@ between in some of them.
 
 from collections.abc import Mapping, Sequence
 
-from .calls import decode_arguments, dumps
+from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
 from .hermes import xml_results
 from .stream import Reader, Steps
@@ -61,7 +61,7 @@ def _calls(calls: Sequence[Function]) -> str:
 
 
 def _call(call: Function) -> str:
-    arguments = decode_arguments(call.get("arguments"))
+    arguments = decoded(call.get("arguments"))
     if isinstance(arguments, Mapping):
         pairs = (
             f"{_KEY}{key}{_KEY_END}\n{_VALUE}{value if isinstance(value, str) else dumps(value)}{_VALUE_END}\n"

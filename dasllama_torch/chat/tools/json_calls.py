@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .calls import ARGUMENT_KEYS, decode_arguments, dumps, loads
+from .calls import ARGUMENT_KEYS, decoded, dumps, loads
 from .stream import Reader, Steps
 
 _SPACE = " \t\r\n"
@@ -86,7 +86,7 @@ class _Arguments:
             return
         text = "".join(self._other)
         try:
-            value = decode_arguments(loads(text))
+            value = decoded(loads(text))
         except ValueError:
             value = text
         self._reader.arguments(value if isinstance(value, str) else dumps(value))
@@ -106,7 +106,7 @@ class _Members:
     def add(self, c: str, in_string: bool, depth: int) -> None:
         if not in_string and depth == 1 and c == "{":
             return  # the object's own
-        if not in_string and depth == 1 and c == ":" and self._key is None:
+        if not in_string and depth == 1 and c == ":":
             self._begin_value()
         elif not in_string and (depth == 0 or (depth == 1 and c == ",")):
             self._end_value()
@@ -134,8 +134,8 @@ class _Members:
             self._name = self._value()
             if self._arguments:
                 self.begin_call()
-        elif self._key == "id" and (id := self._value()):
-            self._reader.set_id(id)
+        elif self._key == "id" and (call_id := self._value()):
+            self._reader.id(call_id)
         self._key = None
         self._text = []
 

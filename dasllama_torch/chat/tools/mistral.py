@@ -35,11 +35,12 @@ def _read_list(reader: Reader) -> Steps[None]:
 
 def _read_named(reader: Reader) -> Steps[None]:
     name, marker = yield from reader.until(_ID, _ARGUMENTS, _CALLS)
-    call_id, complete = None, False
+    complete = False
     if marker == _ID:
         call_id, marker = yield from reader.until(_ARGUMENTS, _CALLS)
+        reader.id(call_id)
     if marker == _ARGUMENTS:
-        reader.name(name.strip(), call_id)
+        reader.name(name.strip())
         complete = yield from read_arguments(reader)
         if not complete:
             reader.back_to(_CALLS)

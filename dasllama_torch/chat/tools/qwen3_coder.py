@@ -4,7 +4,7 @@ line break on each side of a value. Models leave the outer tags out now and then
 
 from collections.abc import Mapping, Sequence
 
-from .calls import decode_arguments, dumps
+from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
 from .hermes import xml_results
 from .stream import Reader, Steps
@@ -76,7 +76,7 @@ def _calls(calls: Sequence[Function]) -> str:
 
 
 def _call(call: Function) -> str:
-    arguments = decode_arguments(call.get("arguments"))
+    arguments = decoded(call.get("arguments"))
     if isinstance(arguments, Mapping):
         parameters = (
             f"{_PARAMETER}{key}>\n{dumps(value) if isinstance(value, (Mapping, list)) else value}\n{_PARAMETER_END}\n"

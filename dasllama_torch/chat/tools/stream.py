@@ -16,6 +16,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where more text is needed
 
 _NAME = re.compile(r"""[^\s{}<>"']+""")
+_AT_ONCE = 1 << 12  # characters; what is put back is copied together with the rest of them
 
 
 class Reader:
@@ -23,16 +24,16 @@ class Reader:
 
     Input: `take`, `until` and `follows` take text in order, `put_back` gives it back. Markers "" and None: the reply
     has ended there, or there is none yet.
-    Output: `content`; and `open`, `name`, `arguments`, `close` for each call, in this order. Text that is taken in
-    between is the call's; a call that is closed without a name is content.
+    Output: `content`, and for each call `open`, then `id`, `name` and `arguments`, then `close`. All that is taken from
+    `open` to `close` is the call's text; if it has no name it is content.
     tools: those declared, in OpenAI's form.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()):
         self.tools = tools
         self.calls: list[ToolCall] = []
+        self.finished = False
         self._buffer = MarkerBuffer()
-        self._finished = False
         self._events: list[tuple[int | None, str | None, str | None, list[str]]] = []  # call, name, id, texts
         self._space = ""  # at the end of the content so far: dropped if nothing but calls follows
         self._after_call = False
@@ -46,7 +47,7 @@ class Reader:
 
     def finish(self) -> None:
         self._buffer.finish()
-        self._finished = True
+        self.finished = True
 
     def take(self, *markers: str) -> Steps[tuple[str, str | None]]:
         """Some of the text before the next marker: (part, None), ..., (part, marker)."""
@@ -54,7 +55,7 @@ class Reader:
             text, marker = self._buffer.take(*markers)
             if self._raw is not None:
                 self._raw.append(text + (marker or ""))
-            if marker is None and self._finished:
+            if marker is None and self.finished:
                 return text, ""
             if text or marker:
                 return text, marker
@@ -117,15 +118,14 @@ class Reader:
         """The text of the call that is open, as far as it was taken."""
         return "".join(self._raw or ())
 
-    def name(self, name: str, id: str | None = None) -> None:
-        """The call's name. What cannot be a name is passed over, and then the call is none."""
-        if self._name is not None or not _NAME.fullmatch(name):
-            return
-        self._name, self._id = name, id
-        self._emit(len(self.calls), "".join(self._fragments), name, id)
+    def id(self, call_id: str) -> None:
+        self._id = call_id
 
-    def set_id(self, id: str) -> None:
-        self._id = id
+    def name(self, name: str) -> None:
+        """The first one counts. What cannot be a name is passed over."""
+        if self._name is None and _NAME.fullmatch(name):
+            self._name = name
+            self._emit(len(self.calls), "".join(self._fragments), name)
 
     def arguments(self, fragment: str) -> None:
         """A piece of the arguments' JSON text. It is held until the name has come."""
@@ -173,17 +173,17 @@ class Reader:
     def events(self) -> list[str | CallDelta]:
         """What has come out since the last time."""
         events: list[str | CallDelta] = []
-        for index, name, id, texts in self._events:
+        for index, name, call_id, texts in self._events:
             text = "".join(texts)
-            events.append(text if index is None else CallDelta(index, name, text, id))
+            events.append(text if index is None else CallDelta(index, name, text, call_id))
         self._events = []
         return events
 
-    def _emit(self, index: int | None, text: str, name: str | None = None, id: str | None = None) -> None:
+    def _emit(self, index: int | None, text: str, name: str | None = None) -> None:
         if self._events and self._events[-1][0] == index:
             self._events[-1][-1].append(text)
         else:
-            self._events.append((index, name, id, [text]))
+            self._events.append((index, name, self._id if name else None, [text]))
 
 
 class CallStream:
@@ -196,8 +196,8 @@ class CallStream:
         stream.finish()                       # the last events
         stream.calls                          # the calls that have ended so far
 
-    What may become a marker is held back, and so is a call until its name is known and white space that a call may
-    follow. Content without what belongs to calls is not changed in any other way.
+    Held back are what may become a marker, a call until its name is known, and white space until something follows it.
+    The content is the text outside of calls as it stands, but for white space after the last call.
     """
 
     def __init__(self, read: Callable[[Reader], Steps[None]], tools: Sequence[Mapping[str, Any]] = ()):
@@ -209,12 +209,16 @@ class CallStream:
         return tuple(self._reader.calls)
 
     def feed(self, text: str) -> list[str | CallDelta]:
-        self._reader.feed(text)
-        next(self._steps)
+        """What the next piece makes certain. ValueError after `finish`."""
+        if self._reader.finished:
+            raise ValueError("the reply has been finished, wanted a new stream for another")
+        for start in range(0, len(text), _AT_ONCE):
+            self._reader.feed(text[start : start + _AT_ONCE])
+            next(self._steps)
         return self._reader.events()
 
     def finish(self) -> list[str | CallDelta]:
-        """The reply has ended: what was held back comes out. Nothing may be fed afterwards."""
+        """The reply has ended: what was held back comes out."""
         self._reader.finish()
         next(self._steps, None)
         self._reader.end_content()

@@ -7,6 +7,7 @@ from .calls import dumps, function_of, loads
 from .stream import Reader, Steps
 
 _PYTHON = {"True": True, "False": False, "None": None}  # templates write Python's words, and so do models
+_UNKNOWN = ""
 _TYPES = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -18,17 +19,17 @@ _TYPES = {
 
 
 def argument_types(tools: Iterable[Mapping[str, Any]], name: str, key: str) -> frozenset[str]:
-    """JSON Schema's types that an argument may have; empty if the tool does not say."""
+    """JSON Schema's types that an argument may have; empty if its schema does not say all of them."""
     for tool in map(function_of, tools):
         if tool.get("name") == name:
             properties = (tool.get("parameters") or {}).get("properties") or {}
-            return frozenset(_types(properties.get(key)))
+            types = frozenset(_types(properties.get(key)))
+            return frozenset() if _UNKNOWN in types else types
     return frozenset()
 
 
 def _types(schema: Any) -> Iterable[str]:
-    if not isinstance(schema, Mapping):
-        return
+    schema = schema if isinstance(schema, Mapping) else {}
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared
@@ -36,15 +37,15 @@ def _types(schema: Any) -> Iterable[str]:
         yield from declared
     elif choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
         yield from (next((name for name, fits in _TYPES.items() if fits(value)), "string") for value in choices)
+    elif either := (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        for choice in either:
+            yield from _types(choice)
     else:
-        for either in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-            yield from _types(either)
+        yield _UNKNOWN  # such as a reference to another schema
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value. Where several types fit it is a string last; what fits none is a string."""
-    if types == {"string"}:
-        return dumps(text)
     try:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else loads(text)
     except ValueError:
