@@ -129,10 +129,11 @@ def test_codecs_of_keys_and_values(native, kv_dtype):
     for isa in registry.isas()[1:]:
         registry.set_isa(isa)
         try:
-            found = nll(model, ids, kv_dtype).mean() - nll(model, ids, "f16").mean()
+            more = nll(model, ids, kv_dtype) - nll(model, ids, "f16")
         finally:
             registry.set_isa(None)
-        assert found <= KV_NLL[kv_dtype]
+        noise = 2 * more.std() / np.sqrt(len(more))  # of the mean over so short a text
+        assert more.mean() <= KV_NLL[kv_dtype] + noise
 
 
 def test_teacher_forced(native):

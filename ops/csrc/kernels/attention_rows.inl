@@ -6,7 +6,7 @@ constexpr int kKeys = static_cast<int>(kAttentionBlock);
 // one block of codes. Tiles have the best number of vectors, the last at most kMost*.
 constexpr bool kManyRegisters = kRegisters == 32;
 constexpr int kSumRows = kManyRegisters ? 6 : 3, kMostSums = kManyRegisters ? 6 : 4;
-constexpr int kCodeRows = kWidth == 16 ? 6 : 3;
+constexpr int kCodeRows = kWidth == 16 ? 6 : 3, kMostCodes = kWidth == 8 ? 4 : kCodeRows;
 constexpr int64_t kColumns = kWidth == 16 ? 64 : 32;
 
 // Keys [begin, end) of a block that a vector sees.
@@ -75,7 +75,7 @@ struct Rows {
   // once.
   bool serve(int64_t vectors) const {
     const bool whole = cache.packed() || cache.D % 16 == 0;
-    return contiguous() && whole && (cache.codec == kv::F32 || vectors <= (cache.packed() ? kCodeRows : kMostSums));
+    return contiguous() && whole && (cache.codec == kv::F32 || vectors <= (cache.packed() ? kMostCodes : kMostSums));
   }
 
   // Rows that are set in `seen`: in place or as floats, which are the codes without their scales if the cache packs.

@@ -82,10 +82,13 @@ static void weigh_floats(const float* weights, const T* v, int64_t stride, int64
 // scales[b][j]: of block b of the value of key j, for the keys in `seen`.
 static void value_scales(const Rows& values, int64_t start, uint64_t seen, float* scales) {
   const KVCache& cache = values.cache;
-  const int64_t bytes = kv::codecs[cache.codec].bytes, blocks = cache.width / 32;
-  values.each(start, seen, [&](int j, const uint8_t* row) {
-    for (int64_t b = 0; b < blocks; b++) scales[b * kKeys + j] = widen_f16(load_u16(row + b * bytes));
-  });
+  const uint8_t* rows[kKeys] = {};
+  values.each(start, seen, [&](int j, const uint8_t* row) { rows[j] = row; });
+  for (int64_t at = 0; at < cache.row_bytes; at += kv::codecs[cache.codec].bytes, scales += kKeys) {
+    f16 d[kKeys];
+    for (int j = 0; j < kKeys; j++) d[j].bits = rows[j] ? load_u16(rows[j] + at) : 0;
+    for (int j = 0; j < kKeys; j += 16) store16(scales + j, load16(d + j));
+  }
 }
 
 // All columns of a block of values of which v holds the codes. scaled: memory for a row of weights for each vector.
@@ -97,9 +100,16 @@ static void weigh_codes(const float* weights, const Block& v, const KVCache& cac
       for (int j = 0; j < kKeys; j += 16)
         store16(scaled + i * kKeys + j, load16(weights + i * kKeys + j) * load16(scales + j));
     const char* packed = static_cast<const char*>(v.data) + b * bytes + 2;
-    by_tiles<kCodeRows, kCodeRows>(ranges, vectors, [&](auto rows, int64_t r, Range keys) {
+    by_tiles<kCodeRows, kMostCodes>(ranges, vectors, [&](auto rows, int64_t r, Range keys) {
       const auto add = [&](const auto* block) {
-        weigh<rows, 2>(scaled + r * kKeys, block, v.stride, keys, acc + r * D + 32 * b, D);
+        const float* w = scaled + r * kKeys;
+        float* to = acc + r * D + 32 * b;
+        if constexpr (rows <= kCodeRows) {
+          weigh<rows, 2>(w, block, v.stride, keys, to, D);
+        } else {
+          weigh<rows, 1>(w, half_of<0>(block), v.stride, keys, to, D);
+          weigh<rows, 1>(w, half_of<1>(block), v.stride, keys, to + 16, D);
+        }
       };
       if (!v.in_place)
         add(static_cast<const float*>(v.data) + 32 * b);

@@ -72,12 +72,30 @@ static void kv_write(const float* x, int64_t row_stride, int64_t head_stride, co
   }
 }
 
+// One of the two codes of each byte.
+template <int i>
+struct one_nibble {
+  nibble_pair pair;
+};
+
+// Half of a block of 32, as `take` takes it.
+template <int i, class T>
+DASLLAMA_INLINE auto half_of(const T* block) {
+  if constexpr (std::is_same_v<T, nibble_pair>)
+    return reinterpret_cast<const one_nibble<i>*>(block);
+  else
+    return block + 16 * i;
+}
+
 // S times 16 consecutive elements, or the codes of a block of tq4 less 8: the lower ones, then the upper ones.
 template <int S, class T>
 DASLLAMA_INLINE void take(const T* p, f32x16 (&values)[S]) {
   if constexpr (std::is_same_v<T, nibble_pair>) {
-    static_assert(S == 2);
     load_nibbles(p, values[0], values[1]);
+  } else if constexpr (std::is_same_v<T, one_nibble<0>> || std::is_same_v<T, one_nibble<1>>) {
+    f32x16 both[2];
+    load_nibbles(&p->pair, both[0], both[1]);
+    values[0] = both[std::is_same_v<T, one_nibble<1>>];
   } else {
 #pragma GCC unroll 4
     for (int c = 0; c < S; c++) values[c] = load16(p + 16 * c);
