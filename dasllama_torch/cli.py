@@ -164,6 +164,9 @@ def run(
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     ctx: Annotated[int | None, typer.Option(min=1, help="Context in tokens; else the model's, 4096 at most.")] = None,
+    shift: Annotated[
+        bool, typer.Option("--shift", help="Go on past the context's end: forget the older half.")
+    ] = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Continue a text. The continuation is streamed to standard output, the speeds go to standard error."""
@@ -184,7 +187,8 @@ def run(
     ids = loaded.encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty, and this model starts with no token of its own")
-    with dl.create_session(loaded, kv_dtype=kv.value, n_ctx=ctx) as session:
+    on_full = "shift" if shift else "error"
+    with dl.create_session(loaded, kv_dtype=kv.value, n_ctx=ctx, on_full=on_full) as session:
         code = _stream(session.generate(ids, params, max_tokens), f"reading {len(ids)} tokens")
         _report_speed(session.stats, "interrupt" if code == INTERRUPTED else session.stats.stop)
     raise typer.Exit(code)

@@ -307,9 +307,9 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
         seen.mode = mode
         return load(path, mode=mode)
 
-    def create_session(model, kv_dtype, n_ctx):
-        seen.kv, seen.ctx = kv_dtype, n_ctx
-        return create(model, kv_dtype=kv_dtype, n_ctx=n_ctx)
+    def create_session(model, kv_dtype, n_ctx, on_full):
+        seen.kv, seen.ctx, seen.on_full = kv_dtype, n_ctx, on_full
+        return create(model, kv_dtype=kv_dtype, n_ctx=n_ctx, on_full=on_full)
 
     monkeypatch.setattr(dl, "load_model", load_model, raising=False)
     monkeypatch.setattr(dl, "create_session", create_session, raising=False)
@@ -320,8 +320,11 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert vars(seen) == {"mode": "fp32", "kv": "f32", "ctx": 9}
+    assert vars(seen) == {"mode": "fp32", "kv": "f32", "ctx": 9, "on_full": "error"}
     assert "ended by context" in capsys.readouterr().err
+    assert run("run", demo_model, "The capital", "--ctx", "9", "--shift", "--max-tokens", "20") == 0
+    assert "generated: 20 tokens" in capsys.readouterr().err
+    assert seen.on_full == "shift"
 
 
 def start(*args: str) -> subprocess.Popen:

@@ -201,7 +201,10 @@ def test_all_logits_are_those_of_the_ids_alone(load):
     session = dl.create_session(model)
     next(session.generate(text(1, 5)))
     (token,) = session.pending
-    found = session.eval([8, 9], logits="all")
+    rows = []
+    with model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[-2])):
+        found = session.eval([8, 9], logits="all")
+    assert rows == [2]
     assert torch.equal(found, fresh(model, [*text(1, 5), token, 8, 9], logits="all")[-2:])
     next(session.generate())
     assert session.eval([], logits="all").shape == (0, model.config.n_vocab)

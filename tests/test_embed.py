@@ -38,7 +38,7 @@ def pooled(rows, pooling):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3", "qwen35", "phi3_longrope"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "qwen35", "phi3_longrope"])
 def test_transformers(name, load, oracle):
     model = load(name, "fp32")
     hf = twin(model, name, oracle)
@@ -52,7 +52,7 @@ def test_transformers(name, load, oracle):
             assert (vectors[i] - wanted).abs().max() <= FP32_LOGITS * TINY[name] * wanted.std()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen35", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen35"])
 def test_a_vector_does_not_depend_on_the_others(name, load, threads):
     """Nor on threads, nor on how a long text is cut into windows of rows; and nothing is left in the pool."""
     model = load(name, context_length=2048)

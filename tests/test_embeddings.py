@@ -79,6 +79,38 @@ def test_rows_of_tokens_are_tokens(name, load):
     assert [(span.start, span.stop) for span in sessions[1].spans] == [(0, 9), (10, 36)]
 
 
+@pytest.mark.parametrize("name", ["qwen3vl", "gemma3"])
+def test_all_kinds_in_one_forward(name, load):
+    """A span whose rows see each other, one with positions where there are axes, a prompt and a single token: each
+    session's results are those that it has alone."""
+    model = load(name)
+    positions = grid(5, 4) if name == "qwen3vl" else None
+    inputs = [
+        dl.Embeddings(picture(model, 20, 1), causal=False),
+        [5],
+        dl.Embeddings(picture(model, 20, 2), positions=positions),
+        text(3, 30),
+        dl.Embeddings(picture(model, 1, 4), causal=False),
+    ]
+
+    def begin(i):
+        session = create(model)
+        session.eval(text(10 + i, 4 + i))
+        if i == 1:  # a single token behind a picture
+            session.eval(inputs[2])
+        return session
+
+    together, alone = [begin(i) for i in range(5)], [begin(i) for i in range(5)]
+    found, steps = counted(lambda: dl.eval_batch(together, inputs, "all"))
+    assert steps == {"eager": 1}
+    for given, rows, session in zip(inputs, found, alone, strict=True):
+        assert torch.equal(rows, session.eval(given, "all"))
+    following = dl.eval_batch(together, [[7]] * 5)
+    for row, session, other in zip(following, alone, together, strict=True):
+        assert torch.equal(row, session.eval([7]))
+        assert (session.spans, session.rope_delta) == (other.spans, other.rope_delta)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [None, 5])
 def test_rows_of_a_model_with_an_embedding_table_in_each_layer(padding, load, oracle):

@@ -28,8 +28,11 @@ def same(found, wanted, ids):
         assert torch.equal(found.eval(part, "all"), wanted.eval(part, "all"))
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", ("q8_0", "tq4")], ids=str)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [*((name, "f16") for name in TINY), *((name, ("q8_0", "tq4")) for name in ("gemma3", "gemma4", "qwen35"))],
+    ids=str,
+)
 def test_every_family(name, kv_dtype, load, tmp_path):
     """Behind windows, in the middle of a page, into pages of another size; then both back to a checkpoint. The original
     is held against a run that was never interrupted."""
@@ -98,9 +101,11 @@ def test_an_empty_session(load, tmp_path):
 def test_rows_of_embeddings(load, tmp_path):
     model = load("qwen3vl")
     session = dl.create_session(model, n_ctx=N_CTX)
+    given = dl.Embeddings(picture(model, 20), positions=grid(5, 4))
     session.eval([1, 2, 3])
-    session.eval_embd_span_mrope(picture(model, 20), grid(5, 4))
+    session.eval(given)
     session.eval_embd_span(picture(model, 6))
+    session.eval(given)
     session.eval([4])
     session.save(tmp_path / "a.session")
     found = dl.load_session(model, tmp_path / "a.session")

@@ -64,7 +64,7 @@ def save(session: "Session", path: str | os.PathLike) -> None:
     for i, span in enumerate(session.spans):
         spans.append({"start": span.start, "stop": span.stop, "causal": span.causal, "digest": span.digest.hex()})
         if span.positions is not None:
-            tensors[f"spans.{i}.positions"] = span.positions
+            tensors[f"spans.{i}.positions"] = span.positions.clone()  # spans of one picture share them
     facts = {
         "version": VERSION,
         "model": fingerprint(session.model),
