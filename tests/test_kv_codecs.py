@@ -284,7 +284,8 @@ def test_codecs_are_near_to_floats(oracle):
 
 @pytest.mark.parametrize("kv_dtype", ["q8_0", "tq4"])
 def test_the_end_of_the_context_is_not_passed(kv_dtype, oracle):
-    """Rounded keys cannot be rotated to other positions: ggml-org/llama.cpp#9743. Nothing is ever shifted."""
+    """Rounded keys cannot be turned to other positions where they lie: ggml-org/llama.cpp#9743. The context ends, or a
+    shift evaluates again what it keeps."""
     model = dl.load_model(oracle / "tiny" / "llama.gguf")
     with dl.create_session(model, kv_dtype, n_ctx=64) as session:
         session.eval(text(1, 60))
@@ -293,6 +294,13 @@ def test_the_end_of_the_context_is_not_passed(kv_dtype, oracle):
         with pytest.raises(dl.ContextFull):
             session.eval(text(2, 5))
         assert session.n_past == 60
+    with dl.create_session(model, kv_dtype, n_ctx=64, on_full="shift") as session:
+        session.eval(text(1, 60))
+        list(session.generate([5], max_tokens=50))
+        assert session.stats.shifts > 0
+        found = session.eval([7])
+        with dl.create_session(model, kv_dtype, n_ctx=64) as fresh:
+            assert torch.equal(fresh.eval(session.tokens), found)
 
 
 def test_a_recorded_step_knows_its_bytes(oracle):
