@@ -334,6 +334,12 @@ def test_broken_and_foreign_files(saved, tmp_path, oracle):
     for other in (oracle / "tiny" / "llama.gguf", tmp_path, tmp_path / "none"):
         with pytest.raises(dl.SessionFileError, match="no session can be read"):
             dl.load_session(model, other)
+    facts = json.loads(whole[8 : 8 + header])
+    facts["pending"]["dtype"] = "F6_E2M3"
+    other = json.dumps(facts).encode()
+    path.write_bytes(len(other).to_bytes(8, "little") + other + whole[8 + header :])
+    with pytest.raises(dl.SessionFileError, match="'pending': "):
+        dl.load_session(model, path)
     pool = dl.create_kv_pool(model)
     for i in range(8, 8 + header, 7):  # a byte of the header: read as it is, or refused
         path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])

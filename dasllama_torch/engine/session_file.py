@@ -156,7 +156,7 @@ class SessionFile:
             facts = None
         if not isinstance(facts, dict) or facts.get("version") != VERSION:
             found = facts.get("version") if isinstance(facts, dict) else None
-            raise self._fault(f"the session is of version {found!r}, wanted {VERSION}")
+            raise self._fault(f"the session is of version {found!r:.40}, wanted {VERSION}")
         for key, kind in _KINDS.items():
             if type(facts.get(key)) is not kind:
                 raise self._fault(f"{key} is {facts.get(key)!r:.40}, wanted {kind.__name__}")
@@ -193,7 +193,10 @@ class SessionFile:
         if name not in self._left:
             raise self._fault(f"tensor {name!r} is missing")
         self._left.remove(name)
-        tensor = self._file.get_tensor(name)
+        try:
+            tensor = self._file.get_tensor(name)
+        except SafetensorError as error:  # of a dtype that torch has not
+            raise self._fault(f"tensor {name!r}: {error}") from None
         if tensor.dtype != dtype or (tensor.dim() != 1 if shape is None else list(tensor.shape) != shape):
             raise self._fault(
                 f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, wanted {dtype} {shape or '[n]'}"
