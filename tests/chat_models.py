@@ -90,7 +90,9 @@ def vocabulary(specials: list[str], **keys) -> Metadata:
     tokens += [f"<unused{i}>" for i in range(ROWS - len(tokens))]
     assert len(tokens) == ROWS
     for key, names in (("bos_token_id", _BOS), ("eos_token_id", _EOS)):
-        keys |= {key: tokens.index(name) for name in names if name in specials and key not in keys}
+        found = [tokens.index(name) for name in names if name in specials]
+        if found:
+            keys.setdefault(key, found[0])
     keys |= dict(model="gpt2", pre="qwen2", tokens=tokens, token_type=np.array(types, np.int32), merges=_MERGES)
     return Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
 
@@ -104,7 +106,9 @@ def give_vocabulary(model, specials: list[str], **keys):
 def create_chat(oracle: Path, model, template: str, **how):
     """A chat with a model that gets the vocabulary of that template."""
     give_vocabulary(model, SPECIALS[template])
-    return dl.create_chat(model, chat_template=source(oracle, template), **{"n_ctx": N_CTX, **how})
+    if "session" not in how:
+        how.setdefault("n_ctx", N_CTX)
+    return dl.create_chat(model, chat_template=source(oracle, template), **how)
 
 
 def encode(chat, text: str, *, by_letter: bool = False) -> list[int]:

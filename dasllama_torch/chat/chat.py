@@ -96,16 +96,13 @@ class Chat:
     def set_system(self, text: str | None, escape_special: bool = True) -> None:
         """Begin the conversation with a system message, in place of one that there is; None: with none. TemplateError
         where the template refuses one, or leaves it out."""
-        if self.messages and self.messages[0].get("role") == "system":
-            del self.messages[0]
-        if text is None:
-            return
-        message = Message({"role": "system", "content": text}, escape_special=escape_special)
-        if not self._caps.system:
-            self.template.render([message, {"role": "user", "content": "Hello"}])
+        given = [] if text is None else [Message({"role": "system", "content": text}, escape_special=escape_special)]
+        if given and not self._caps.system:
+            self.template.render([*given, {"role": "user", "content": "Hello"}])
             origin = self.template.origin
             raise TemplateError(f"{origin}: message 0 (system) does not reach the prompt", index=0, role="system")
-        self.messages.insert(0, message)
+        there = bool(self.messages) and self.messages[0].get("role") == "system"
+        self.messages[: int(there)] = given
 
     def add_user(self, text: str, escape_special: bool = True) -> None:
         """The next message of the user. escape_special: the names of special tokens in it stay text; False: they become
@@ -171,9 +168,7 @@ class Chat:
 
     # Replies
 
-    def respond(
-        self, params: "SamplingParams | None" = None, max_tokens: int | None = None
-    ) -> Iterator[ChatPiece]:
+    def respond(self, params: "SamplingParams | None" = None, max_tokens: int | None = None) -> Iterator[ChatPiece]:
         """The model's reply to the last message, in pieces as they come. params, max_tokens: as of `Session.generate`;
         a reply also ends at `effective_stop_ids`.
 
@@ -183,6 +178,7 @@ class Chat:
         was. `stats` tells what of the prompt was evaluated, and where it departs from what was held. The last token of
         a reply that was cut short is evaluated with the next turn.
         """
+        self.reply = None
         session = self._need_session()
         prompt = self._turn()
         # Layers that forget can go back to before the reply, for a template that will write it in another way.
@@ -192,7 +188,6 @@ class Chat:
         stops = self.effective_stop_ids()
         said: list[int] = []
         finish = "caller"
-        self.reply = None
         tokens = session.generate(prompt.ids, params, max_tokens, whole=True, checkpoint=checkpoint)
         try:
             for token, _ in tokens:
@@ -390,4 +385,3 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
     arguments = decoded(function.get("arguments"))
     raw = dumps(dict(function))
     return ToolCall(function["name"], arguments if isinstance(arguments, dict) else None, raw, call.get("id"))
-

@@ -69,9 +69,7 @@ class ReplyReader:
     def finish(self) -> list[ChatPiece]:
         """The rest, once the reply has ended."""
         reasoning, content = self._thoughts.finish()
-        return self._pieces(
-            reasoning, self._calls.feed(content) + self._calls.finish() if self._calls else [content]
-        )
+        return self._pieces(reasoning, self._calls.feed(content) + self._calls.finish() if self._calls else [content])
 
     def reply(self, ids: Sequence[int] = (), finish_reason: str | None = None) -> ChatReply:
         """What there is of it, once it is finished."""
