@@ -142,7 +142,7 @@ def test_what_a_template_trims(chat):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen35"])
 def test_reasoning_that_the_next_prompt_leaves_out(chat, name):
-    """FAULTS G11: layers that see all, with a window, recurrent. All go back to where the reply began, or to before its beginning."""
+    """FAULTS G11: layers that see all, with a window, recurrent: they go back to the reply or to before it."""
     c = chat(QWEN3, name)
     c.add_user("Hello")
     list(c.respond(max_tokens=0))
@@ -324,9 +324,11 @@ def test_ends_of_a_turn_that_the_vocabulary_does_not_name(oracle, load):
             assert (c.reply.finish_reason, c.reply.raw) == ("stop", "hello")
 
 
-def test_marks_within_a_reply_end_nothing(chat):
-    """FAULTS A13: gpt-oss's <|end|> ends a message, not the turn."""
-    c = chat(GPT_OSS)
+@pytest.mark.parametrize("end", ["<|return|>", "<|end|>"])
+def test_marks_within_a_reply_end_nothing(oracle, load, end):
+    """FAULTS A13: gpt-oss's <|end|> ends a message, not the turn, even where the template says so."""
+    model = chat_models.give_vocabulary(load("llama"), chat_models.SPECIALS[GPT_OSS])
+    c = dl.create_chat_renderer(model, chat_template=source(oracle, GPT_OSS).replace("<|return|>", end))
     names = {c.tokenizer.piece(token) for token in c.effective_stop_ids()}
     assert names == {"<|return|>", "<|call|>", "<|endoftext|>"}
 
@@ -567,9 +569,10 @@ def test_tools_that_a_model_has_not(chat):
     assert c.parse_calls(CALL).content == CALL
 
 
-def test_arguments_are_decoded_once_and_content_may_be_missing(chat):
-    """FAULTS B1, B2: messages as OpenAI's API has them."""
-    c = chat(QWEN3, tools=[get_weather])
+@pytest.mark.parametrize("template", [QWEN3, GPT_OSS])
+def test_arguments_are_decoded_once_and_content_may_be_missing(chat, template):
+    """FAULTS B1, B2: messages as OpenAI's API has them; one template needs the content, one would quote text again."""
+    c = chat(template, tools=[get_weather])
     prompts = []
     for arguments, content in (({"city": "Oslo"}, ""), ('{"city": "Oslo"}', None)):
         call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
@@ -580,7 +583,7 @@ def test_arguments_are_decoded_once_and_content_may_be_missing(chat):
         ]
         prompts.append(c.render_turn())
     assert prompts[0] == prompts[1]
-    assert '"arguments": {"city": "Oslo"}}' in decoded(c, prompts[0])
+    assert '{"city": "Oslo"}' in decoded(c, prompts[0])
 
 
 # ---- what a template refuses ----------------------------------------------------------------------------------------
@@ -722,6 +725,17 @@ def test_a_reply_that_was_edited_is_encoded_anew(chat):
     edited = c.render_turn()
     assert decoded(c, edited) == decoded(c, as_said).replace("hello", "hello!")
     assert edited == chat_models.encode(c, decoded(c, edited))
+
+
+def test_a_reply_behind_another_prompt_is_encoded_anew(chat):
+    """Though it stands in the same place: it might be another's text."""
+    c = chat()
+    c.add_user("Hello")
+    said(c, "hello", "<|im_end|>", by_letter=True)
+    c.messages[0]["content"] = "Hullo"
+    c.add_user("Bye")
+    prompt = c.render_turn()
+    assert prompt == chat_models.encode(c, decoded(c, prompt))
 
 
 def test_a_conversation_in_a_file(chat, tmp_path):

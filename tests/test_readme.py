@@ -55,7 +55,7 @@ def test_python_blocks_run(demo_model, tmp_path, monkeypatch, capsys):
     assert "Paris" in printed[0]
     assert printed[2] == "1 30\n"
     assert printed[3].splitlines()[1] == "64"
-    assert re.search(r"Rome.*length \d+ None\nsystem message \(tokenizer.chat_template\)\n$", printed[4], re.DOTALL)
+    assert re.search(r"Paris.*length \d+ None\nsystem message \(tokenizer.chat_template\)\n$", printed[4], re.DOTALL)
     assert "blk.3.attn_q" in printed[5]
     assert "notes.txt: not a GGUF file" in printed[-1]
     assert [len(logits) for logits in (namespace["a"].tokens, namespace["b"].tokens)] == [2, 9]
