@@ -40,6 +40,9 @@ _WHERE = {
     "Session": "engine.session",
     "KVPool": "cache.pool",
     "SamplingParams": "sampling",
+    "TokenLogprob": "sampling",
+    "Constraint": "constraints",
+    "Sample": "engine.generation",
     "profile_prefill": "bench",
     "profile_decode": "bench",
     "profile_table": "bench",
@@ -54,6 +57,7 @@ _WHERE = {
     "SessionFileError": "errors",
     "KernelError": "errors",
     "TemplateError": "errors",
+    "ConstraintError": "errors",
     "DownloadError": "errors",
 }
 

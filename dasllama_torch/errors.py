@@ -51,3 +51,7 @@ class TemplateError(DasllamaError):
         super().__init__(text)
         self.index = index
         self.role = role
+
+
+class ConstraintError(DasllamaError):
+    """A constraint is broken or too large, names tokens that the vocabulary lacks, or cannot be met by it."""

@@ -34,6 +34,7 @@ LEAVES = {
     "text": {"errors", "gguf"},
     "chat": {"errors", "text"},
     "sampling": {"errors", "ops"},
+    "constraints": {"errors", "text"},
     "hub": {"errors"},
 }
 BACKENDS = {"triton_kernels", "vulkan_ext", "metal_ext"}
