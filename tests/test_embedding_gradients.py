@@ -8,7 +8,7 @@ import pytest
 import torch
 from hf_pairs import live_pair
 from test_invariants import text
-from tolerances import GRADIENT
+from tolerances import FINITE_DIFFERENCE, GRADIENT, NATIVE_GRADIENT
 
 import dasllama_torch as dl
 
@@ -53,17 +53,20 @@ def test_of_other_families(name, oracle):
     assert_close(dl.embedding_gradients(model, IDS, 5), hf_gradients(hf, IDS, lambda logits: logits[0, -1, 5])[1], 3)
 
 
-def test_finite_differences_in_native_mode(demo_model):
-    """Roundings pass gradients straight through; along the gradient the logit grows by its length."""
-    model = dl.load_model(demo_model)
+def test_finite_differences(demo_model):
+    """Along the gradient the logit grows by its length; roundings of native mode pass gradients straight through."""
+    model = dl.load_model(demo_model, mode="fp32")
     ids = model.encode("The capital of France is")
-    gradient = dl.embedding_gradients(model, ids, model.encode(" Paris")[0])
-    step = gradient / gradient.norm()
+    paris = model.encode(" Paris")[0]
+    gradient = dl.embedding_gradients(model, ids, paris)
+    step = 2e-3 * gradient[0] / gradient.norm()
     logits = []
     for sign in (1, -1):
-        with dl.patch(model, {"hook_embed": lambda x, sign=sign: x + 0.05 * sign * step[0]}), torch.no_grad():
-            logits.append(model(torch.tensor([ids])).logits[0, -1, model.encode(" Paris")[0]].item())
-    assert (logits[0] - logits[1]) / 0.1 == pytest.approx(gradient.norm().item(), rel=0.1)
+        with dl.patch(model, {"hook_embed": lambda x, sign=sign: x + sign * step}), torch.no_grad():
+            logits.append(model(torch.tensor([ids])).logits[0, -1, paris].item())
+    assert (logits[0] - logits[1]) / 4e-3 == pytest.approx(gradient.norm().item(), rel=FINITE_DIFFERENCE)
+    native = dl.embedding_gradients(dl.load_model(demo_model), ids, paris)
+    assert torch.cosine_similarity(native.flatten(), gradient.flatten(), 0) > NATIVE_GRADIENT
 
 
 def test_under_inference_mode_and_a_patch(load):

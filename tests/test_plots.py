@@ -44,7 +44,8 @@ def test_logit_lens(model):
     figure = dl.inspect.plot_logit_lens(model, lens, ids)
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 30", "layer 15", "embedding"]
-    assert axes.texts[len(ids) - 1].get_text() == "\u2423Paris"
+    said = [text.get_text() for text in axes.texts[: len(ids)]]
+    assert said == [_label(model, token) for token in lens.ids[-1, 0, :, 0]]
     assert axes.images[0].get_array()[0, -1] == pytest.approx(lens.log_probs[-1, 0, -1, 0].exp().item())
     figure.canvas.draw()  # a dollar sign begins no formula
 
@@ -75,3 +76,7 @@ def test_without_matplotlib(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DasllamaError, match=r"figures need matplotlib: pip install 'dasllama-torch\[plots\]'"):
         dl.inspect.plot_heat_map(torch.zeros(1, 1), ["a"], ["b"])
+
+
+def _label(model, token):
+    return model.piece(int(token)).replace("\n", "\\n").replace(" ", "\u2423", 1)

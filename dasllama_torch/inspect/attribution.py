@@ -41,7 +41,7 @@ class LogitAttribution:
         return self.table().text()
 
     def _repr_html_(self) -> str:
-        return self.table().html()
+        return self.table()._repr_html_()
 
 
 def logit_attribution(

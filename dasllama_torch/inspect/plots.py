@@ -43,7 +43,7 @@ def plot_heat_map(
     values = values.detach().float().cpu()
     bound = values.abs().max().item() or 1.0
     colours = dict(cmap="RdBu_r", vmin=-bound, vmax=bound) if centred else dict(cmap="viridis")
-    image = axes.imshow(values, aspect="auto", **colours)
+    image = axes.imshow(values.numpy(), aspect="auto", **colours)
     axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     for r, row in enumerate(cells or ()):
@@ -85,10 +85,11 @@ def plot_attention(
     n = len(pattern.heads)
     columns = min(columns, n)
     lines = -(-n // columns)
+    side = max(3.1, 0.11 * len(labels) + 1)
     figure, grid = plt.subplots(
         lines,
         columns,
-        figsize=(3.1 * columns, 3.1 * lines),
+        figsize=(side * columns, side * lines),
         layout="constrained",
         squeeze=False,
         sharex=True,
@@ -96,7 +97,7 @@ def plot_attention(
     )
     rows = _pieces(model, tokens[len(tokens) - weights.shape[1] :])
     for axes, head, map_ in zip(grid.flat, pattern.heads, weights, strict=False):
-        image = axes.imshow(map_.float().cpu(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        image = axes.imshow(map_.float().cpu().numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
         axes.set_title(f"layer {pattern.layer}, head {head}", fontsize=9)
         axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
         axes.set_yticks(range(len(rows)), rows, fontsize=6)

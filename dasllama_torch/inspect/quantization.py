@@ -97,7 +97,7 @@ class QuantizationErrors:
         return self.table().text()
 
     def _repr_html_(self) -> str:
-        return self.table().html()
+        return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, list[dict]]:
         """All figures as plain data."""
