@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _EFFORT = "reasoning_effort"  # what templates call it
 # What a session says of its end -> what a reply does.
-_FINISH = {"eog": "stop", "length": "length", "context": "context"}
+_FINISH = {"eog": "stop", "stop": "stop", "constraint": "stop", "length": "length", "context": "context"}
 
 
 class Chat:
