@@ -13,6 +13,9 @@ from importlib import import_module
 
 _WHERE = {
     "load_model": "api",
+    "AutoModelForCausalLM": "auto",
+    "AutoTokenizer": "auto",
+    "hf_tokenizer": "hf.tokenizer",
     "build_model": "api",
     "caps": "api",
     "Caps": "arch.caps",
@@ -53,6 +56,7 @@ _WHERE = {
     "CannotRewind": "errors",
     "SessionFileError": "errors",
     "KernelError": "errors",
+    "FolderError": "errors",
     "TemplateError": "errors",
     "DownloadError": "errors",
 }

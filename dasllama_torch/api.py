@@ -27,6 +27,8 @@ from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
+from dasllama_torch.hf.folder import HFFolder
+from dasllama_torch.hf.verbs import Verbs
 from dasllama_torch.memory import available_memory, has_huge_pages, physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
@@ -54,7 +56,8 @@ def load_model(
 ) -> CausalLM:
     """Read a GGUF file (or any member of a shard set) into a module graph whose weights stay packed.
 
-    A path that ends in .bin is a llama2.c checkpoint, which has no vocabulary.
+    A path that ends in .bin is a llama2.c checkpoint, which has no vocabulary. A folder is one of transformers:
+    config.json, safetensors and a tokenizer.json, which may be missing; it takes the extra `hf`.
 
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
@@ -64,23 +67,30 @@ def load_model(
     memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
     default, reads where there are huge pages and the file is at most half of the memory that is available.
     progress: show a bar on standard error for a file of more than half a gigabyte.
-    Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
-    TokenizerError for a vocabulary of an unknown kind.
+    Raises GGUFError for a broken file, FolderError for a broken folder, UnsupportedModel for one that asks for
+    something else than is implemented, TokenizerError for a vocabulary of an unknown kind.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
     if torch.device(device).type != "cpu":
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
+    requantized = mode in ("q8", "q4_0")  # these read each tensor once
+    generation_defaults = {}
     with _no_garbage():
-        file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
-        requantized = mode in ("q8", "q4_0")  # these read each tensor once
-        if mmap is False or (mmap is None and not requantized and _fits(file)):
-            _read_tensors(file, progress)
-        source: TensorSource = GGUFSource(file)
+        if Path(path).is_dir():
+            folder = HFFolder(path)
+            metadata, source, generation_defaults = folder.metadata, folder.source(), folder.generation
+        else:
+            file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
+            if mmap is False or (mmap is None and not requantized and _fits(file)):
+                _read_tensors(file, progress)
+            metadata, source = file.metadata, GGUFSource(file)
         if requantized:
             source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
         source.native = mode != "fp32"
-        return build_model(file.metadata, source, strict=strict)
+        model = build_model(metadata, source, strict=strict)
+    model.name_or_path, model.generation_defaults = os.fspath(path), generation_defaults
+    return model
 
 
 @contextlib.contextmanager
@@ -128,6 +138,7 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
             raise UnsupportedModel(f"{text}; running without could give wrong results (strict=False loads it anyway)")
         warnings.warn(text, stacklevel=3)
     model.metadata = metadata
+    model.verbs = Verbs(create_session)
     model.tokenizer = Tokenizer.from_metadata(metadata)
     if model.tokenizer.has_vocab and len(model.tokenizer) != config.n_vocab:
         raise GGUFError(

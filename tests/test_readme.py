@@ -57,6 +57,7 @@ def test_python_blocks_run(demo_model, tmp_path, monkeypatch, capsys):
     assert printed[3].splitlines()[1] == "64"
     assert printed[4].startswith("system message (tokenizer.chat_template)\nReply(reasoning='2 + 2', ")
     assert "blk.3.attn_q" in printed[5]
+    assert any(text.splitlines()[-1:] == ["31 (2, 9, 7, 7)"] for text in printed)
     assert "notes.txt: not a GGUF file" in printed[-1]
     assert [len(logits) for logits in (namespace["a"].tokens, namespace["b"].tokens)] == [2, 9]
 
