@@ -59,6 +59,18 @@ _WHERE = {
     "FolderError": "errors",
     "TemplateError": "errors",
     "DownloadError": "errors",
+    "UnknownName": "errors",
+    "run_with_cache": "inspect.activations",
+    "patch": "inspect.patching",
+    "steer": "inspect.patching",
+    "logit_lens": "inspect.lens",
+    "attention_pattern": "inspect.attention",
+    "router_choices": "inspect.experts",
+    "recurrent_states": "inspect.states",
+    "quantization_error": "inspect.quantization",
+    "logit_attribution": "inspect.attribution",
+    "embedding_gradients": "inspect.gradients",
+    "saliency": "inspect.gradients",
 }
 
 __all__ = list(_WHERE)
@@ -69,10 +81,12 @@ def __getattr__(name: str):
         from importlib.metadata import version
 
         return version("dasllama-torch")
+    if name == "inspect":
+        return import_module("dasllama_torch.inspect")
     if name in _WHERE:
         return getattr(import_module(f"dasllama_torch.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "inspect"]

@@ -6,7 +6,7 @@ import hf_twin
 import pytest
 import torch
 from families import TINY
-from hf_pair import CASES, make_pair
+from hf_pairs import CASES, live_pair
 from safetensors.torch import load_file, save_file
 from tolerances import FP32_LOGITS
 
@@ -43,7 +43,7 @@ ELSEWHERE = (
 def saved(request, oracle, tmp_path_factory):
     """Our model, transformers' with the same weights, the case, and a folder that holds it."""
     folder = tmp_path_factory.mktemp("hf") / request.param
-    model, hf = make_pair(oracle, request.param)
+    model, hf = live_pair(oracle, request.param)
     hf.save_pretrained(folder)
     return model, hf, request.param, folder
 
@@ -189,7 +189,7 @@ def test_broken_folders(llama, tmp_path):
 @torch.no_grad()
 def test_experts_of_their_own_and_a_tower(oracle, tmp_path):
     """Published checkpoints: a tensor for each expert, names of a model that also sees, experts input-major."""
-    model, hf = make_pair(oracle, "qwen3vlmoe")
+    model, hf = live_pair(oracle, "qwen3vlmoe")
     hf.save_pretrained(tmp_path / "hf")
     x = ids()
     wanted = hf(input_ids=x).logits

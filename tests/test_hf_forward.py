@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import TINY
-from hf_pair import CASES, make_pair
+from hf_pairs import CASES, live_pair
 from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
@@ -13,12 +13,12 @@ M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, oracle):
-    return *make_pair(oracle, request.param), request.param
+    return *live_pair(oracle, request.param), request.param
 
 
 @pytest.fixture(scope="module")
 def llama(oracle):
-    return make_pair(oracle, "llama")
+    return live_pair(oracle, "llama")
 
 
 def ids(batch, length, seed=0):

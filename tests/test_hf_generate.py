@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from families import TINY
-from hf_pair import make_pair
+from hf_pairs import live_pair
 from tolerances import GREEDY_MARGIN
 
 import dasllama_torch as dl
@@ -16,12 +16,12 @@ CASES = ("llama", "qwen3moe", "qwen3vl", "phi3", "gpt-oss", "gemma3", "gemma4_e"
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, oracle):
-    return *make_pair(oracle, request.param), request.param
+    return *live_pair(oracle, request.param), request.param
 
 
 @pytest.fixture(scope="module")
 def llama(oracle):
-    return make_pair(oracle, "llama")
+    return live_pair(oracle, "llama")
 
 
 def prompts():

@@ -1,5 +1,7 @@
 """Every family against its transformers class with the weights of the golden file: what the golden data does not hold,
 that is padding, positions, module outputs and gradients.
+
+The weights go from our modules to those of the same path, so paths, row orders and shapes are tested with them.
 """
 
 import json
@@ -7,7 +9,7 @@ import json
 import pytest
 import torch
 from families import TINY
-from hf_pair import CASES, hf_weights, make_pair
+from hf_pairs import CASES, hf_weights, live_pair
 from test_module_paths import hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
@@ -28,7 +30,7 @@ WATCHED = (
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, oracle):
-    return *make_pair(oracle, request.param), request.param
+    return *live_pair(oracle, request.param), request.param
 
 
 def assert_close(found, wanted, tolerance=FP32_LOGITS):

@@ -29,6 +29,7 @@ LEAVES = {
     "errors": set(),
     "memory": {"errors"},
     "threads": set(),
+    "tables": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},

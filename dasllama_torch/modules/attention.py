@@ -35,7 +35,7 @@ class PagedAttention(Module):
         self.source, self.is_source, self.causal = layer if source is None else source, is_source, causal
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
-        row_end = step.causal_end if self.causal and step.causal_end is not None else step.row_end
+        row_end = self.row_end(step)
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
             if k is None:
@@ -55,6 +55,10 @@ class PagedAttention(Module):
             self.scale, self.window, self.softcap, sinks, cache.k_codec.id, cache.v_codec.id, cache.v_dim,
         )  # fmt: skip
 
+    def row_end(self, step: Step) -> Tensor:
+        """How many keys each row may see here, int32 [T]."""
+        return step.causal_end if self.causal and step.causal_end is not None else step.row_end
+
     def probabilities(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None
     ) -> Tensor:
@@ -69,7 +73,7 @@ class PagedAttention(Module):
         scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * self.scale
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        sequence, at, end = (each.view(B, 1, T) for each in (step.row_seq, step.row_pos, step.row_end))
+        sequence, at, end = (each.view(B, 1, T) for each in (step.row_seq, step.row_pos, self.row_end(step)))
         seen = (sequence >= 0) & (sequence.mT == sequence) & (at < end.mT)  # [B, T, T]: row t sees key s
         if self.window:
             seen &= at > at.mT - self.window

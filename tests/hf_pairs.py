@@ -1,11 +1,10 @@
-"""A golden model of ours and transformers' model with its weights, for tests that run both.
+"""A family's golden file, and its transformers class with the weights of that file: a live oracle of every family.
 
 The weights go from our modules to those of the same path, so paths, row orders and shapes are tested with them.
 """
 
 import json
-from functools import cache
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from families import TINY
@@ -20,16 +19,21 @@ PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen3next")
 CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
-@cache
-def make_pair(oracle: Path, name: str):
-    """Our model in fp32 mode, and transformers' in f32 with eager attention; made once, and left as they are."""
+class Pair(NamedTuple):
+    """Ours in fp32 mode, and transformers' with eager attention."""
+
+    model: torch.nn.Module
+    hf: torch.nn.Module
+
+
+def live_pair(oracle, name: str) -> Pair:
     path = oracle / "tiny" / f"{name}.gguf"
     model = dl.load_model(path, mode="fp32")
     hf = hf_model(json.loads(path.with_suffix(".json").read_text()), device="cpu").eval().float()
     weights = hf_weights(model, name.startswith(PLUS_ONE), interleaved="gpt-oss" in name)
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
-    return model, hf
+    return Pair(model, hf)
 
 
 def hf_weights(model, plus_one=False, interleaved=False):
