@@ -3,10 +3,12 @@
 `define` turns a reference into `torch.ops.dasllama.<name>`. The reference serves every device that has no kernel of its
 own, and each time it does so it is counted: `report()` says which kernel served each op, `strict()` forbids references.
 CPU kernels live in the shared library `_C` (LibTorch stable ABI) and register themselves on the CPU key when it loads.
+The package of another backend is imported when an op first meets a tensor of its device, and calls `implement`.
 """
 
 import contextlib
 import ctypes
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ _LIBRARY = torch.library.Library("dasllama", "DEF")
 _REFERENCES: dict[torch._ops.OpOverload, Callable] = {}
 _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
+_backends = {"cuda": "dasllama_torch.triton_kernels"}  # by device type; those not imported yet
 
 
 class Cost(NamedTuple):
@@ -57,10 +60,9 @@ def define(
         )
 
         def counted(*args, **kwargs):
-            if _strict:
-                raise KernelError(f"op dasllama::{name}: no kernel serves this, and strict mode forbids the reference")
-            _python_calls[name, "reference"] += 1
-            return reference(*args, **kwargs)
+            if _import_backend(args):
+                return op(*args, **kwargs)
+            return fall_back(op, args, kwargs, "no kernel serves this")
 
         _LIBRARY.impl(name, counted, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
@@ -72,6 +74,41 @@ def define(
         return op
 
     return wrap
+
+
+def _import_backend(args: tuple) -> bool:
+    """Import the backend of the first tensor's device if there is one that was not asked for yet."""
+    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+    if device not in _backends:
+        return False
+    try:
+        importlib.import_module(_backends[device])
+    except ImportError as error:
+        raise KernelError(f"tensors on {device} need {_backends[device]}, which cannot be imported: {error}") from error
+    _backends.pop(device, None)
+    return True
+
+
+def implement(op, key: str):
+    """Decorator: the function, of the op's signature, serves `op` for tensors of a dispatch key, such as "CUDA".
+
+    It counts its calls itself, by the name of what served them (`count_call`).
+    """
+
+    def wrap(kernel: Callable):
+        _LIBRARY.impl(op._schema.name.removeprefix("dasllama::"), kernel, key)
+        return kernel
+
+    return wrap
+
+
+def fall_back(op, args: tuple, kwargs: dict, why: str):
+    """The reference's result, counted as such, for what no kernel serves; strict mode raises."""
+    name = op._schema.name.removeprefix("dasllama::")
+    if _strict:
+        raise KernelError(f"op dasllama::{name}: {why}, and strict mode forbids the reference")
+    _python_calls[name, "reference"] += 1
+    return op.reference(*args, **kwargs)
 
 
 def register_backward(op, backward: Callable, setup_context: Callable) -> None:
