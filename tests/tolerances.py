@@ -51,6 +51,8 @@ ACTIVATION_TAIL = 5e-8
 ATTENTION = 3e-6
 # ... and its gradients, which sum over rows too. Relative to the gradient's largest magnitude.
 ATTENTION_GRADIENT = 5e-6
+# ... and in Triton, where an f32 factor of f16 numbers has 22 bits.
+TRITON_ATTENTION = 6e-6
 # Cosine and sine of an f32 angle, rounded to f32 once and scaled.
 ROPE_TABLE = 1.3e-7
 # The gated delta rule in f32 against float64, over some hundred rows. Absolute, for values of size 1; a state of size 1
@@ -60,3 +62,12 @@ DELTA_RULE = 3e-6
 DELTA_RULE_GRADIENT = 1e-5
 # The decay and the correction of a gated delta rule: exp and log(1 + x), a few units in the last place. Relative.
 DELTA_GATES = 1e-6
+
+# Products of a few rows in Triton: the CPU's rounded activations and exact integers, f32 sums in another order; and of
+# f32 activations. Relative to the largest result.
+TRITON_PRODUCT = 1e-6
+# ... and of many rows, whose weights and activations are rounded to f16 or bf16 first: against f64 products of the
+# rounded numbers, on tensor cores that keep fewer bits of a sum than f32 has. Relative to the sum of magnitudes.
+TRITON_HALF_PRODUCT = 2e-6
+# Norms and rotations in f32: a few roundings, and a reciprocal square root of two units in the last place.
+TRITON_F32 = 1e-6

@@ -1,0 +1,171 @@
+"""x W^T for up to 16 rows of x, at the speed of reading W once.
+
+A program owns BN rows of W and steps along them by L words (`blocks.py`), of which each thread holds WORDS; its warps
+lie side by side along a row, so that no tensor changes hands within the loop. A word of W meets all ROWS rows of x
+while it is in a register. With integer dots (dp4a on NVIDIA), on the lattice of the type, each thread adds, for its
+words of a unit in all planes,
+
+    float(sum of scale * q_w * q_x) * (d * d_x)  +  (sum of least * s_x) * (dmin * d_x)    on Q8_1 without this d_x
+
+to f32 sums that stay apart by thread until the row's end. In f32, words are decoded to floats and multiplied by x.
+ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dasllama_torch.ops import ggml_types
+from dasllama_torch.triton_kernels import blocks
+from dasllama_torch.triton_kernels.launch import PTX, aligned, on_device, rows_for
+from dasllama_torch.triton_kernels.quantize_activation import rounded
+
+
+@triton.jit
+def _dot4(a, b, PTX: tl.constexpr):
+    """Sum of the products of four int8 each, in uint32 words that broadcast -> int32."""
+    a, b = tl.broadcast(a, b)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        total = (a.to(tl.int8).to(tl.int32)) * (b.to(tl.int8).to(tl.int32))
+        for i in tl.static_range(1, 4):
+            total += (a >> 8 * i).to(tl.int8).to(tl.int32) * (b >> 8 * i).to(tl.int8).to(tl.int32)
+        return total
+
+
+@triton.jit
+def _store(y, sums, bias, m: tl.constexpr, M, N, n):
+    """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]."""
+    total = tl.sum(sums, 1)
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0)
+    tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=n < tl.where(m < M, N, 0))
+
+
+@triton.jit
+def few_rows_native_kernel(
+    y, q, d, s, packed, table, bias, M, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
+    n_units = K // (16 * PLANES)
+    i = tl.arange(0, L)[None, :]
+    w = i % 4
+    lane = tl.arange(0, L // WORDS)[None, :] // (4 // WORDS)  # the unit whose scales a thread needs
+    x_words = q.to(tl.pointer_type(tl.uint32))
+    acc = ()
+    for _ in tl.static_range(ROWS):
+        acc = acc + (tl.zeros([BN, L // WORDS], tl.float32),)
+    UNROLL: tl.constexpr = 4 if ROWS == 1 else 1  # loads of the steps to come, while one is added up
+    for first in tl.range(0, n_units, L // 4, loop_unroll_factor=UNROLL):
+        at, u, start = blocks.place(tl.minimum(first + i // 4, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+        live = first + lane < n_units
+        lane_at, lane_u, lane_start = blocks.place(tl.minimum(first + lane, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+        b = row + lane_at
+        words, scales, leasts = (), (), ()
+        for p in tl.static_range(PLANES):
+            words = words + (blocks.word(QTYPE, row + at, u, p, w, table, PTX),)  # [BN, L]
+            scales = scales + (blocks.scale(QTYPE, b, lane_u, p),)  # [BN, L / WORDS]
+            leasts = leasts + (blocks.least(QTYPE, b, lane_u, p),)
+        dw = tl.where(live, blocks.d(QTYPE, b, lane_u), 0.0)
+        if OFFSET:
+            counted = live if WORDS == 4 else live & (w == 0)  # once for a unit
+            low_d = tl.where(counted, blocks.dmin(QTYPE, b), 0.0)
+        sums = ()
+        for r in tl.static_range(ROWS):
+            m = tl.minimum(r, M - 1).to(tl.int64)
+            dots, lows = tl.zeros([BN, L // WORDS], tl.int32), tl.zeros([BN, L // WORDS], tl.float32)
+            for p in tl.static_range(PLANES):
+                dot = _dot4(words[p], tl.load(x_words + m * (K // 4) + ((start + p * WIDTH) // 4 + w)), PTX)
+                if WORDS == 4:
+                    dot = tl.sum(tl.reshape(dot, [BN, L // 4, 4]), 2)
+                dots += dot * scales[p]
+                if OFFSET:
+                    lows += leasts[p] * tl.load(s + m * (K // 16) + (lane_start + p * WIDTH) // 16)
+            dx = tl.load(d + m * (K // SPAN) + lane_start // SPAN)
+            total = acc[r] + dots.to(tl.float32) * (dw * dx)
+            if OFFSET:
+                total += lows * (low_d * dx if SPAN == 256 else low_d)
+            sums = sums + (total,)
+        acc = sums
+    for r in tl.static_range(ROWS):
+        _store(y, acc[r], bias, r, M, N, n)
+
+
+@triton.jit
+def few_rows_float_kernel(
+    y, x, x_stride, packed, table, bias, M, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BYTES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
+    n_units = K // (16 * PLANES)
+    i = tl.arange(0, L)[None, :]
+    w = i % 4
+    acc = ()
+    for _ in tl.static_range(ROWS):
+        acc = acc + (tl.zeros([BN, L], tl.float32),)
+    for first in range(0, n_units, L // 4):
+        live = first + i // 4 < n_units
+        at, u, start = blocks.place(tl.minimum(first + i // 4, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+        for p in tl.static_range(PLANES):
+            v = blocks.word(QTYPE, row + at, u, p, w, table, PTX)
+            f = tl.where(live, blocks.factor(QTYPE, row + at, u, p), 0.0)
+            o = tl.where(live, blocks.offset(QTYPE, row + at, u, p), 0.0) if OFFSET else 0.0
+            e = start + p * WIDTH + 4 * w
+            sums = ()
+            for r in tl.static_range(ROWS):
+                x_row = x + tl.minimum(r, M - 1).to(tl.int64) * x_stride
+                total = acc[r]
+                for c in tl.static_range(4):
+                    xc = tl.load(x_row + e + c, mask=live, other=0.0).to(tl.float32)
+                    total += (f * blocks.element(v, c) + o) * xc
+                sums = sums + (total,)
+            acc = sums
+    for r in tl.static_range(ROWS):
+        _store(y, acc[r], bias, r, M, N, n)
+
+
+def _tile(kind: blocks.Layout, rows: int) -> tuple[int, int]:
+    """BN and warps: what was fastest on an H200 at the shapes of benchmarks/cuda.py."""
+    if rows == 1:
+        return 1, 1
+    return (4 if rows >= 8 and kind.words == 1 else 2), 1
+
+
+def few_rows_native(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> Tensor:
+    """x [M <= 16, K] on the type's lattice, qweight u8 [N, row_bytes] of a packed type -> [M, N] in x.dtype."""
+    (M, K), N = x.shape, qweight.shape[0]
+    kind, a = blocks.layout(qtype), rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if y.numel():
+        rows = rows_for(M)
+        bn, warps = _tile(kind, rows)
+        with on_device(x):
+            few_rows_native_kernel[(triton.cdiv(N, bn),)](
+                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, M, N, K,
+                qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, PTX,
+                num_warps=warps,
+            )  # fmt: skip
+    return y
+
+
+def few_rows_float(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> Tensor:
+    """The same in f32, with x as it is."""
+    (M, K), N = x.shape, qweight.shape[0]
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if y.numel():
+        with on_device(x):
+            few_rows_float_kernel[(triton.cdiv(N, 4),)](
+                y, x, x.stride(0), aligned(qweight, qtype), blocks.table(qtype, x.device), bias, M, N, K,
+                qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype), rows_for(M), 4, 128, PTX, num_warps=4,
+            )  # fmt: skip
+    return y
