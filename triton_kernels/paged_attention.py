@@ -227,7 +227,7 @@ def paged_attention(
     dp, dvp = triton.next_power_of_2(max(D, 16)), triton.next_power_of_2(max(Dv, 16))
     bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
     tiles, longest = triton.cdiv(T, bm), max(B * R, 1)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = (2 if bm == 1 else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card
     split = min(MOST, bk * triton.cdiv(longest, bk * wanted)) if wanted > 1 else longest
     splits = triton.cdiv(longest, split)
