@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import dasllama_torch as dl
 from dasllama_torch import hub
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf
@@ -51,6 +52,13 @@ def oracle() -> Path:
     if not folder.is_dir():
         absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(scope="module")
+def load(oracle):
+    """A tiny model by its golden case, loaded once."""
+    models = {}
+    return lambda name: models.get(name) or models.setdefault(name, dl.load_model(oracle / "tiny" / f"{name}.gguf"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ when the batch fails."""
 import pytest
 import torch
 from families import TINY
+from test_invariants import text
 
 import dasllama_torch as dl
 from dasllama_torch.cache.pages import PageAllocator
@@ -11,17 +12,6 @@ from dasllama_torch.engine import runner
 
 LENGTHS = 1, 19, 7, 33, 5, 12, 2, 26
 N_CTX = 200
-
-
-def text(seed, n, n_vocab=256):
-    return torch.randint(n_vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.fixture(scope="module")
-def load(oracle):
-    """A tiny model by its golden case, loaded once."""
-    models = {}
-    return lambda name: models.get(name) or models.setdefault(name, dl.load_model(oracle / "tiny" / f"{name}.gguf"))
 
 
 def alone(model, ids, logits="last"):

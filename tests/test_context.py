@@ -3,20 +3,10 @@
 import pytest
 import torch
 from families import TINY
+from test_invariants import text
 
 import dasllama_torch as dl
 from dasllama_torch.engine import runner
-
-
-def text(seed, n, n_vocab=256):
-    return torch.randint(n_vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.fixture(scope="module")
-def load(oracle):
-    """A tiny model by its golden case, loaded once."""
-    models = {}
-    return lambda name: models.get(name) or models.setdefault(name, dl.load_model(oracle / "tiny" / f"{name}.gguf"))
 
 
 def fresh(model, ids, n_ctx=60, logits="last"):

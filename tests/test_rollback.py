@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from test_invariants import text
 
 import dasllama_torch as dl
 
 FAMILIES = ["llama", "gemma3", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"]  # full, windows, recurrent states
-
-
-def text(seed, n, n_vocab=256):
-    return torch.randint(n_vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.fixture(scope="module")
-def load(oracle):
-    """A tiny model by its golden case, loaded once."""
-    models = {}
-    return lambda name: models.get(name) or models.setdefault(name, dl.load_model(oracle / "tiny" / f"{name}.gguf"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

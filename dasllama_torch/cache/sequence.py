@@ -47,12 +47,7 @@ class Sequence:
 
     def has(self, n: int) -> bool:
         """Whether it holds, and alone, what the next n positions need: `grow` would take nothing."""
-        at = self.length % self.pool.page_rows
-        return (
-            0 < at <= self.pool.page_rows - n
-            and all(g.pages.is_alone(table[-1]) for g, table in zip(self.pool.groups, self.tables, strict=True))
-            and (self.pool.states is None or (self.state >= 0 and self.pool.states.is_alone(self.state)))
-        )
+        return not self._bytes_to(self.pool.blocks(self.length + n))
 
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""

@@ -51,12 +51,9 @@ def run(
     whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
     marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
     windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
-    _check_memory(sessions, windows)
     # The first of ids[i] whose logits are wanted: of the last in any case, of pending tokens before it never.
     first = [len(tokens) - max(n if logits == "all" else 1, 1) for tokens, n in zip(ids, asked, strict=True)]
-    kept: list[list[Tensor]] = [[] for _ in sessions]
-    for window in windows:
-        _run_window(sessions, ids, media, window, logits, first, kept)
+    kept = _run_windows(sessions, ids, media, windows, logits, first)
     if logits == "all":
         results = [torch.cat(parts) for parts in kept]
         for session, rows in zip(sessions, results, strict=True):
@@ -73,11 +70,7 @@ def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[
     ids = [[int(token) for token in tokens] for tokens in ids]
     _check(sessions, ids, {})
     windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
-    _check_memory(sessions, windows)
-    kept: list[list[Tensor]] = [[] for _ in sessions]
-    for window in windows:
-        _run_window(sessions, ids, {}, window, HIDDEN, [0] * len(ids), kept)
-    return kept
+    return _run_windows(sessions, ids, {}, windows, HIDDEN, [0] * len(ids))
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:
@@ -123,6 +116,17 @@ def _check_memory(sessions: list["Session"], windows: list[list[Chunk]]) -> None
         for span in spans:
             forecast.advance(*span)
     sessions[0].pool.require(forecast.most)
+
+
+def _run_windows(
+    sessions, ids, media: dict[int, Embeddings], windows: list[list[Chunk]], logits: str | None, first: list[int]
+) -> list[list[Tensor]]:
+    """All forwards of a batch, once the pool is known to have room for them: what is wanted, by session."""
+    _check_memory(sessions, windows)
+    kept: list[list[Tensor]] = [[] for _ in sessions]
+    for window in windows:
+        _run_window(sessions, ids, media, window, logits, first, kept)
+    return kept
 
 
 def _run_window(

@@ -163,9 +163,7 @@ class Session:
         wanted = content_of(prompt.ids, prompt.spans, 0, len(prompt.ids))
         same = n_common(content_of(held, self.spans, 0, len(held)), wanted)
         difference = same if same < min(len(held), len(prompt.ids)) else None
-        reused = self.sequence.reachable(min(same, self.n_past, len(prompt.ids) - 1))
-        while span := next((span for span in prompt.spans if span.start < reused < span.stop), None):
-            reused = self.sequence.reachable(span.start)
+        reused = self._reachable(min(same, self.n_past, len(prompt.ids) - 1), prompt.spans)
         if self.prefix_cache:
             match = self.prefix_cache.find(self, prompt)
             if match.agreed > same or not held:
@@ -176,6 +174,13 @@ class Session:
                 reused = match.length
         self.truncate(reused)
         return reused, difference
+
+    def _reachable(self, n: int, spans: Sequence[Span]) -> int:
+        """The last position up to n that the session can go back to, and that lies within none of the spans."""
+        at = self.sequence.reachable(n)
+        while span := next((span for span in spans if span.start < at < span.stop), None):
+            at = self.sequence.reachable(span.start)
+        return at
 
     def eval_embd(self, rows: Tensor, logits: str | None = "last") -> Tensor | None:
         """`eval` of rows of embeddings f32 [n, C] in place of ids, each of which sees those before it; see
@@ -320,9 +325,7 @@ class Session:
 
     def _shifted(self, held: list[int], n: int) -> tuple[int, list[int]]:
         """Where a shift goes back to, and what it leaves to be evaluated."""
-        start = self.sequence.reachable(min(self.keep, self.n_past))
-        while span := next((span for span in self.spans if span.start < start < span.stop and not span.causal), None):
-            start = self.sequence.reachable(span.start)
+        start = self._reachable(min(self.keep, self.n_past), [span for span in self.spans if not span.causal])
         pending = held[start : self.keep] + held[self.keep + n :]
         if EMBEDDING in pending:
             raise CannotRewind(

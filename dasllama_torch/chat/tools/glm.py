@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
-from .hermes import xml_results
+from .hermes import xml_definitions, xml_results
 from .stream import Reader, Steps
 from .typed import argument_types, read_value
 
@@ -46,10 +46,9 @@ def _read_argument(reader: Reader, name: str) -> Steps[str]:
 
 def _definitions(tools: Sequence[Tool]) -> str:
     """As the template of GLM-4.6 has it."""
-    lines = "".join(f"\n{dumps(tool)}" for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{lines}\n</tools>\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n{xml_definitions(tools)}\n\n"
         "For each function call, output the function name and arguments within the following XML format:\n"
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
         "<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>"

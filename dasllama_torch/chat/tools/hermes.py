@@ -22,10 +22,9 @@ def _read(reader: Reader) -> Steps[None]:
 
 def _definitions(tools: Sequence[Tool]) -> str:
     """As the template of Qwen2.5 has it."""
-    lines = "".join(f"\n{dumps(tool)}" for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{lines}\n</tools>\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n{xml_definitions(tools)}\n\n"
         "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
         'XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )
@@ -35,6 +34,11 @@ def _calls(calls: Sequence[Function]) -> str:
     return "\n".join(
         f'{_OPEN}\n{{"name": {dumps(call["name"])}, "arguments": {arguments_text(call)}}}\n{_CLOSE}' for call in calls
     )
+
+
+def xml_definitions(tools: Sequence[Tool]) -> str:
+    lines = "".join(f"\n{dumps(tool)}" for tool in tools)
+    return f"<tools>{lines}\n</tools>"
 
 
 def xml_results(results: Sequence[str]) -> str:

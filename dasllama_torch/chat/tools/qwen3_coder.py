@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
-from .hermes import xml_results
+from .hermes import xml_definitions, xml_results
 from .stream import Reader, Steps
 from .typed import argument_types, read_value
 
@@ -56,9 +56,8 @@ def _read_function(reader: Reader) -> Steps[bool]:
 
 def _definitions(tools: Sequence[Tool]) -> str:
     """As the template of Qwen3.5 has it."""
-    lines = "".join(f"\n{dumps(tool)}" for tool in tools)
     return (
-        f"# Tools\n\nYou have access to the following functions:\n\n<tools>{lines}\n</tools>\n\n"
+        f"# Tools\n\nYou have access to the following functions:\n\n{xml_definitions(tools)}\n\n"
         "If you choose to call a function ONLY reply in the following format with NO suffix:\n\n<tool_call>\n"
         "<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
         "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n"
