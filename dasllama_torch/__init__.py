@@ -49,6 +49,7 @@ _WHERE = {
     "UnsupportedModel": "errors",
     "TokenizerError": "errors",
     "OutOfPages": "errors",
+    "OutOfMemory": "errors",
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "SessionFileError": "errors",

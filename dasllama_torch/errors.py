@@ -22,6 +22,10 @@ class OutOfPages(DasllamaError):
     """The KV pool has no free page left; the session keeps what it held before the call."""
 
 
+class OutOfMemory(DasllamaError):
+    """A device has less memory left than a model's weights take; nothing was moved there."""
+
+
 class ContextFull(DasllamaError):
     """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
 

@@ -72,11 +72,17 @@ def launches(types: list[str]) -> list:
     """Calls that launch every kernel, and those of packed weights for each of the types."""
     from dasllama_torch.ops import ggml_types
     from dasllama_torch.triton_kernels import (
+        causal_conv1d,
+        delta_gates,
         dequantize,
         embedding,
         few_rows,
         gated_act,
+        gated_delta_rule,
+        grouped_rows,
         kv_write,
+        moe_combine,
+        moe_router,
         paged_attention,
         rms_norm,
         rope,
@@ -87,6 +93,8 @@ def launches(types: list[str]) -> list:
     x, weight, tables = torch.zeros(3, 5, 64), torch.zeros(64), torch.zeros(3, 16)
     positions, axes, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(16, dtype=torch.int32), torch.arange(3)
     cache = {dtype: torch.zeros(64, 5, 16, 64, dtype=dtype) for dtype in (torch.float32, torch.float16)}
+    codes = [torch.zeros(64, 5, 16, 2 * size, dtype=torch.uint8) for size in (34, 18)]  # q8_0, tq4
+    state = torch.zeros(2, 5, 64, 64)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
     def attend(T, dtype, codec, sinks):
@@ -109,12 +117,34 @@ def launches(types: list[str]) -> list:
         lambda: kv_write.kv_write(x, x, cache[torch.float32], cache[torch.float16], slots, 0, 1),
         lambda: attend(1, torch.float16, 1, weight[:10].clone()),  # few rows share the keys
         lambda: attend(2000, torch.float32, 0, None),
+        lambda: kv_write.kv_write(x, x, *codes, slots, 2, 3),
+        lambda: paged_attention.paged_attention(
+            x.repeat(1, 2, 1), *codes, torch.zeros(1, 64, dtype=torch.int32), *rows, 0.1, 0, 0.0, None, 2, 3, 64
+        ),
+        *(
+            functools.partial(moe_router.moe_router, x[0], weight if gate else None, 3, gate, renormalize, 1.0)
+            for gate in range(2)
+            for renormalize in (False, True)
+        ),
+        lambda: moe_combine.moe_combine(x, x[..., 0].contiguous()),
+        lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
+        lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
+        lambda: gated_delta_rule.gated_delta_update(x, x, x, x[..., 0], x[..., 1], state, rows[0]),
+        lambda: grouped_rows.grouped_rows(
+            x[0], weight.view(torch.uint8).repeat(4, 3, 1), ggml_types.F32, None, slots.repeat(5), torch.float32
+        ),
     ]
     for qtype in map(ggml_types.by_name, types):
         w = torch.zeros(64, qtype.row_bytes(1024), dtype=torch.uint8)
         calls += [
             functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w, qtype.id, None),
             functools.partial(few_rows.few_rows_float, torch.zeros(1, 1024), w, qtype.id, weight),
+            functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w[None], qtype.id, None, slots[:2]),
+            functools.partial(
+                grouped_rows.grouped_rows,
+                *(torch.zeros(5, 1024, dtype=torch.bfloat16), w[None], qtype.id, weight[None], slots.new_zeros(200)),
+                torch.float32,
+            ),
             functools.partial(dequantize.unpack, w, qtype.id, torch.bfloat16),
             functools.partial(embedding.embedding, slots, w, qtype.id, 1.0),
         ]

@@ -132,3 +132,9 @@ def absent(what: str, whole_file: bool = False) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what}; with CI=true it must be there")
     pytest.skip(what, allow_module_level=whole_file)
+
+
+def absent_gpu() -> None:
+    """Skip a whole file where there is no GPU, with CI=true too: no continuous integration has one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU", allow_module_level=True)

@@ -27,6 +27,7 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 LEAVES = {
     "errors": set(),
     "memory": {"errors"},
+    "device_memory": {"errors"},
     "threads": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},

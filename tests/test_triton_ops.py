@@ -2,6 +2,7 @@
 views, against float64 formulas and the references."""
 
 import pytest
+import test_attention as attention_cases
 import tolerances
 import torch
 from attention_cases import Batch
@@ -10,14 +11,16 @@ from triton_device import DEVICE, ragged
 from dasllama_torch.errors import KernelError
 from dasllama_torch.ops import gated_act as acts
 from dasllama_torch.ops import registry
+from dasllama_torch.ops.attention import attention as attention_op
+from dasllama_torch.ops.attention import attention_backward as attention_backward_op
 from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.kv_write import kv_write as kv_write_op
-from dasllama_torch.ops.paged_attention import paged_attention as paged_attention_op
 from dasllama_torch.ops.rms_norm import rms_norm as rms_norm_op
 from dasllama_torch.ops.rms_norm import rms_norm_backward as rms_norm_backward_op
 from dasllama_torch.ops.rope import rope as rope_op
 from dasllama_torch.ops.rope_tables import long_rope_tables as long_rope_tables_op
 from dasllama_torch.ops.rope_tables import rope_tables as rope_tables_op
+from dasllama_torch.triton_kernels.attention import attention, attention_backward
 from dasllama_torch.triton_kernels.gated_act import gated_act, gated_act_backward
 from dasllama_torch.triton_kernels.kv_write import kv_write
 from dasllama_torch.triton_kernels.paged_attention import paged_attention
@@ -200,14 +203,68 @@ def test_what_is_out_of_range_gives_nan_and_reads_nothing():
         torch.testing.assert_close(found[20].double(), batch.wanted()[20], rtol=0, atol=tolerances.TRITON_ATTENTION)
 
 
-def test_other_codecs_are_left_to_the_reference_and_counted():
-    batch = Batch([(3, 2)], codec="q8_0")
-    registry.reset_report()
+@pytest.mark.parametrize(
+    ("codecs", "D", "Dv"),
+    [(("q8_0", "q8_0"), 80, 33), (("tq4", "tq4"), 128, 80), (("f16", "tq4"), 20, 20), (("q8_0", "f32"), 64, 17)],
+)
+def test_codes(codecs, D, Dv):
+    """What is written is the reference's, to the bit, and attention reads it: a few rows, and tiles of them."""
+    batch = Batch([(90, 1), (5, 20)], codec=codecs[0], v_codec=codecs[1], H=6, G=2, D=D, Dv=Dv, window=50, inert=2)
+    batch.k_cache, batch.v_cache = batch.k_cache.contiguous(), batch.v_cache.contiguous()
     found = paged_attention(*here(*batch.args()))
+    assert_near(found, batch.wanted(), 0, tolerances.TRITON_ATTENTION)
+    few = slice(0, 3)
+    assert_near(paged_attention(*here(*batch.args(few))), batch.wanted()[few], 0, tolerances.TRITON_ATTENTION)
+    keys, values = batch.codecs
+    k, v = torch.randn(9, 2, D), torch.randn(9, 2, Dv) * 10
+    k[0], k[1, 0, :3] = 0.0, torch.tensor([1e30, -1e30, 0.0])
+    wanted = [cache.clone() for cache in (batch.k_cache, batch.v_cache)]
+    slots = torch.randperm(batch.k_cache.shape[0] * batch.R)[:9]
+    on_device = here(*wanted)
+    kv_write(ragged(k), ragged(v), *on_device, slots.to(DEVICE), keys.id, values.id)
+    kv_write_op.reference(k, v, *wanted, slots, keys.id, values.id)
+    for got, want in zip(on_device, wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    v[2, 1, 4] = float("nan")
+    kv_write(*here(k, v), *on_device, slots.to(DEVICE), keys.id, values.id)
+    page, row = divmod(slots[2].item(), batch.R)
+    assert values.load(on_device[1][page, 1, row].cpu(), Dv).isnan().any()
+    assert not values.load(on_device[1][page, 0, row].cpu(), Dv).isnan().any()
+
+
+def test_codes_at_odd_addresses_are_left_to_the_reference_and_counted():
+    batch = Batch([(3, 2)], codec="q8_0")
+    memory = torch.zeros(batch.v_cache.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
+    args = here(*batch.args())
+    args[2] = memory.view(batch.v_cache.shape).copy_(batch.v_cache)
+    registry.reset_report()
+    found = paged_attention(*args)
     assert registry.report()["paged_attention"] == {"reference": 1}
-    torch.testing.assert_close(found.cpu(), paged_attention_op.reference(*batch.args()))
-    with registry.strict(), pytest.raises(KernelError, match="no kernel for this codec"):
-        paged_attention(*here(*batch.args()))
+    assert_near(found, batch.wanted(), 0, tolerances.TRITON_ATTENTION)
+    with registry.strict(), pytest.raises(KernelError, match="codes at odd addresses"):
+        paged_attention(*args)
+
+
+@pytest.mark.parametrize("options", attention_cases.OPTIONS)
+def test_attention_without_a_cache(options):
+    args = attention_cases.example(**options)
+    found = attention(*here(*args))
+    assert_near(found, attention_op.reference(*args), 0, 2 * tolerances.ATTENTION)
+    grad = torch.randn(found.shape)
+    for got, want in zip(
+        attention_backward(*here(grad, *args)), attention_backward_op.reference(grad, *args), strict=True
+    ):
+        assert (got.cpu() - want).abs().max() <= 2 * tolerances.ATTENTION_GRADIENT * want.abs().max()
+
+
+def test_a_fault_in_a_key_shows_in_the_rows_that_see_it_alone():
+    args = list(attention_cases.example(H=2, G=1))
+    args[2] = args[2].clone()
+    args[2][5, 0, 3] = float("inf")
+    found = attention(*here(*args)).cpu()
+    assert found[5:17].isnan().flatten(1).any(1).all()
+    assert not found[:5].isnan().any()
+    assert not found[17:].isnan().any()
 
 
 def test_wrong_caches_are_refused():

@@ -9,6 +9,9 @@ words of a unit in all planes,
 
 to f32 sums that stay apart by thread until the row's end. In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
+
+With ids, W is one of E matrices: program (., i) multiplies row i // share of x by the matrix ids[i], for row i of y. A
+GPU cannot raise without waiting for it: an id that is none of E gives a row of NaN.
 """
 
 import torch
@@ -38,9 +41,19 @@ def _dot4(a, b, PTX: tl.constexpr):
 
 
 @triton.jit
-def _store(y, sums, bias, m: tl.constexpr, M, N, n):
+def _named(ids, E):
+    """The matrix of this program's row, and whether there is one of that id."""
+    id_ = tl.load(ids + tl.program_id(1)).to(tl.int64)
+    known = (id_ >= 0) & (id_ < E)
+    return tl.where(known, id_, 0), known
+
+
+@triton.jit
+def _store(y, sums, bias, m: tl.constexpr, M, N, n, known):
     """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]."""
     total = tl.sum(sums, 1)
+    if known is not None:
+        total = tl.where(known, total, float("nan"))
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0)
     tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=n < tl.where(m < M, N, 0))
@@ -48,11 +61,22 @@ def _store(y, sums, bias, m: tl.constexpr, M, N, n):
 
 @triton.jit
 def few_rows_native_kernel(
-    y, q, d, s, packed, table, bias, M, N, K,
+    y, q, d, s, packed, table, bias, ids, share, E, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     L: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    known = None
+    if ids is not None:
+        id_, known = _named(ids, E)
+        i = tl.program_id(1).to(tl.int64)
+        packed += id_ * N * (K // BLOCK * BYTES)
+        y += i * N
+        q += i // share * K
+        d += i // share * (K // SPAN)
+        s += i // share * (K // 16)
+        if bias is not None:
+            bias += id_ * N
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
     n_units = K // (16 * PLANES)
@@ -96,15 +120,24 @@ def few_rows_native_kernel(
             sums = sums + (total,)
         acc = sums
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, r, M, N, n)
+        _store(y, acc[r], bias, r, M, N, n, known)
 
 
 @triton.jit
 def few_rows_float_kernel(
-    y, x, x_stride, packed, table, bias, M, N, K,
+    y, x, x_stride, packed, table, bias, ids, share, E, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    known = None
+    if ids is not None:
+        id_, known = _named(ids, E)
+        i = tl.program_id(1).to(tl.int64)
+        packed += id_ * N * (K // BLOCK * BYTES)
+        y += i * N
+        x += i // share * x_stride
+        if bias is not None:
+            bias += id_ * N
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
     n_units = K // (16 * PLANES)
@@ -131,7 +164,7 @@ def few_rows_float_kernel(
                 sums = sums + (total,)
             acc = sums
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, r, M, N, n)
+        _store(y, acc[r], bias, r, M, N, n, known)
 
 
 def _tile(kind: blocks.Layout, rows: int) -> tuple[int, int]:
@@ -141,31 +174,47 @@ def _tile(kind: blocks.Layout, rows: int) -> tuple[int, int]:
     return (4 if rows >= 8 and kind.words == 1 else 2), 1
 
 
-def few_rows_native(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> Tensor:
-    """x [M <= 16, K] on the type's lattice, qweight u8 [N, row_bytes] of a packed type -> [M, N] in x.dtype."""
-    (M, K), N = x.shape, qweight.shape[0]
+def few_rows_native(
+    x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor | None = None, share: int = 1
+) -> Tensor:
+    """x [M <= 16, K] on the type's lattice, qweight u8 [N, row_bytes] of a packed type -> [M, N] in x.dtype.
+
+    ids: int [n], of matrices qweight u8 [E, N, row_bytes] with bias [E, N], `share` of them for each row of x, however
+    many -> [n, N].
+    """
+    K, N = x.shape[1], qweight.shape[-2]
     kind, a = blocks.layout(qtype), rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    M, grid, y = _result(x, N, ids)
     if y.numel():
         rows = rows_for(M)
         bn, warps = _tile(kind, rows)
         with on_device(x):
-            few_rows_native_kernel[(triton.cdiv(N, bn),)](
-                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, M, N, K,
+            few_rows_native_kernel[(triton.cdiv(N, bn), grid)](
+                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
+                ids, share, qweight.shape[0], M, N, K,
                 qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, PTX,
                 num_warps=warps,
             )  # fmt: skip
     return y
 
 
-def few_rows_float(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> Tensor:
+def few_rows_float(
+    x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor | None = None, share: int = 1
+) -> Tensor:
     """The same in f32, with x as it is."""
-    (M, K), N = x.shape, qweight.shape[0]
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    K, N = x.shape[1], qweight.shape[-2]
+    M, grid, y = _result(x, N, ids)
     if y.numel():
         with on_device(x):
-            few_rows_float_kernel[(triton.cdiv(N, 4),)](
-                y, x, x.stride(0), aligned(qweight, qtype), blocks.table(qtype, x.device), bias, M, N, K,
+            few_rows_float_kernel[(triton.cdiv(N, 4), grid)](
+                y, x, x.stride(0), aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
+                ids, share, qweight.shape[0], M, N, K,
                 qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype), rows_for(M), 4, 128, PTX, num_warps=4,
             )  # fmt: skip
     return y
+
+
+def _result(x: Tensor, N: int, ids: Tensor | None) -> tuple[int, int, Tensor]:
+    """Rows of a program, programs beside each other, and the result."""
+    M, grid = (x.shape[0], 1) if ids is None else (1, len(ids))
+    return M, grid, torch.empty((M * grid, N), dtype=x.dtype, device=x.device)

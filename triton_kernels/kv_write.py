@@ -1,7 +1,6 @@
-"""Writing keys and values into pages. A program owns a row's head: BLOCK dims of k and of v.
+"""Writing keys and values into pages, as their codecs keep them. A program owns a row's head: its k and its v.
 
-Caches of f32 and f16; others are left to the reference. A GPU cannot raise without waiting for it: a slot outside of
-the cache is not written.
+A GPU cannot raise without waiting for it: a slot outside of the cache is not written.
 """
 
 import torch
@@ -12,39 +11,41 @@ from torch import Tensor
 from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.kv_write import kv_write as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
+from dasllama_torch.triton_kernels import kv_codecs
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device
 
 
 @triton.jit
-def _copy(x, cache, i, n):
-    v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
-    if cache.dtype.element_ty == tl.float16:  # comparisons let a NaN through
-        v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v))
-    tl.store(cache + i, v.to(cache.dtype.element_ty), mask=i < n)
+def _write(x, cache, signs, n, W: tl.constexpr, CODEC: tl.constexpr):
+    """A head of n elements; W: elements that the codec keeps of it, up to a power of two."""
+    if CODEC == kv_codecs.Q8_0 or CODEC == kv_codecs.TQ4:
+        kv_codecs.store(cache, x, signs, n, W, CODEC)
+    else:
+        i = tl.arange(0, W)
+        v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
+        if cache.dtype.element_ty == tl.float16:
+            v = kv_codecs.clamped(v)
+        tl.store(cache + i, v.to(cache.dtype.element_ty), mask=i < n)
 
 
 @triton.jit
 def kv_write_kernel(
     k, k_row, k_head, v, v_row, v_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot, slots,
-    P, R, D, Dv, BLOCK: tl.constexpr,
+    signs, P, R, D, Dv, W: tl.constexpr, WV: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
 ):  # fmt: skip
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + t)
     if (slot >= 0) & (slot // R < P):
         page, row = slot // R, slot % R
-        i = tl.arange(0, BLOCK)
-        _copy(k + t * k_row + g * k_head, k_cache + page * k_page + g * k_group + row * k_slot, i, D)
-        _copy(v + t * v_row + g * v_head, v_cache + page * v_page + g * v_group + row * v_slot, i, Dv)
-
-
-def served(k_codec: int, v_codec: int) -> bool:
-    """Whether caches of these codecs hold plain numbers, which these kernels read and write."""
-    return not (CODECS[k_codec].block_bytes or CODECS[v_codec].block_bytes)
+        k_at, v_at = page * k_page + g * k_group + row * k_slot, page * v_page + g * v_group + row * v_slot
+        _write(k + t * k_row + g * k_head, k_cache + k_at, signs, D, W, K_CODEC)
+        _write(v + t * v_row + g * v_head, v_cache + v_at, signs, Dv, WV, V_CODEC)
 
 
 def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_codec: int, v_codec: int, D: int, Dv: int) -> None:
-    """Caches must be [P, G, R, D] and [P, G, R, Dv] of their codecs' dtypes, on one device, rows contiguous."""
-    for what, cache, codec, dim in (("k_cache", k_cache, k_codec, D), ("v_cache", v_cache, v_codec, Dv)):
+    """Caches must be [P, G, R, row] of their codecs' dtypes and rows, on one device, rows contiguous."""
+    for what, cache, codec, head in (("k_cache", k_cache, k_codec, D), ("v_cache", v_cache, v_codec, Dv)):
+        dim = CODECS[codec].row(head)
         torch._check(
             cache.dim() == 4
             and cache.dtype == CODECS[codec].dtype
@@ -61,13 +62,11 @@ def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_codec: int, v_code
 
 @implement(op, "CUDA")
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_codec: int, v_codec: int) -> None:
-    if not served(k_codec, v_codec):
-        return fall_back(op, (k, v, k_cache, v_cache, slots, k_codec, v_codec), {}, "no kernel for this codec")
     check("kv_write", "k", k, k_cache)
     check("kv_write", "v", v, k_cache)
     check_caches("kv_write", k_cache, v_cache, k_codec, v_codec, k.shape[-1], v.shape[-1])
-    P, G, R, D = k_cache.shape
-    T, Dv = slots.shape[0], v_cache.shape[3]
+    P, G, R, _ = k_cache.shape
+    T, D, Dv = slots.shape[0], k.shape[-1], v.shape[-1]
     torch._check(
         slots.dtype == torch.int64 and slots.dim() == 1 and slots.device == k.device == v.device == k_cache.device,
         lambda: (
@@ -81,6 +80,8 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
             f"dasllama::kv_write: k and v must be [..., {G}, D] of {T} rows, found {list(k.shape)} and {list(v.shape)}"
         ),
     )
+    if not (kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)):
+        return fall_back(op, (k, v, k_cache, v_cache, slots, k_codec, v_codec), {}, "codes at odd addresses")
     count_call("kv_write", "triton")
     if T:
         ks, vs = heads_of(k), heads_of(v)
@@ -88,6 +89,8 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
             kv_write_kernel[(T, G)](
                 ks, ks.stride(0), ks.stride(1), vs, vs.stride(0), vs.stride(1),
                 k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots.contiguous(),
-                P, R, D, Dv, triton.next_power_of_2(max(D, Dv)), num_warps=1,
+                kv_codecs.signs(k.device), P, R, D, Dv, kv_codecs.whole_width(k_codec, D),
+                kv_codecs.whole_width(v_codec, Dv), k_codec, v_codec,
+                num_warps=1, enable_fp_fusion=False,  # codes follow from roundings of products
             )  # fmt: skip
     return None

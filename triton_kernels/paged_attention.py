@@ -11,7 +11,7 @@ up.
 Scores and sums are f32. Where keys or values are f16, an f32 factor is split into two f16 numbers that together have 22
 bits, so that the tensor cores lose nothing of it. A key's score is NaN where its value is not finite: a row that sees
 it shows the fault, and one that does not is not touched by it. So is a row whose sequence, end or pages are out of
-range: a GPU cannot raise without waiting for it. Caches of f32 and f16; others are left to the reference.
+range: a GPU cannot raise without waiting for it. Codes are decoded in the tile, as `kv_codecs.py` says.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
+from dasllama_torch.triton_kernels import kv_codecs
 from dasllama_torch.triton_kernels.functions import exp, tanh
-from dasllama_torch.triton_kernels.kv_write import check_caches, served
+from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device
 
 MOST = 512  # keys of a program where programs share rows, at most
@@ -59,7 +61,8 @@ def _finish(acc, top, total, sinks, h, live):
 def paged_attention_kernel(
     out, tops, totals, q, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
     block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
-    SHARED: tl.constexpr, BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
+    BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]."""
     g, part, z = tl.program_id(1) // parts, tl.program_id(1) % parts, tl.program_id(2)
@@ -95,14 +98,10 @@ def paged_attention_kernel(
             page = tl.load(block_table + s.to(tl.int64) * B + j // R, mask=wanted, other=-1)
             there = (page >= 0) & (page < P)
             page = tl.where(there, page, 0).to(tl.int64)
-            k = tl.load(
-                k_cache + (page * k_page + j % R * k_slot)[None, :] + d[:, None],
-                mask=there[None, :] & (d < D)[:, None], other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                v_cache + (page * v_page + j % R * v_slot)[:, None] + dv[None, :],
-                mask=there[:, None] & (dv < Dv)[None, :], other=0.0,
-            )  # fmt: skip
+            k_at = (page * k_page + j % R * k_slot)[None, :]
+            k = kv_codecs.load(k_cache + k_at, d[:, None], there[None, :] & (d < D)[:, None], K_CODEC)
+            v_at = (page * v_page + j % R * v_slot)[:, None]
+            v = kv_codecs.load(v_cache + v_at, dv[None, :], there[:, None] & (dv < Dv)[None, :], V_CODEC)
             score = _product(qs, k, tl.zeros([BM * GP, BK], tl.float32)) * scale
             if softcap > 0:
                 score = tanh(score / softcap) * softcap
@@ -208,19 +207,20 @@ def paged_attention(
     v_codec: int,
     v_dim: int,
 ) -> Tensor:
-    if not served(k_codec, v_codec):
-        args = (q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks)
-        return fall_back(op, (*args, k_codec, v_codec, v_dim), {}, "no kernel for this codec")
     check("paged_attention", "q", q, k_cache)
     check_caches("paged_attention", k_cache, v_cache, k_codec, v_codec, q.shape[-1], v_dim)
     _check(q, k_cache, block_table, {"row_seq": row_seq, "row_pos": row_pos, "row_end": row_end}, sinks)
-    P, G, R, D = k_cache.shape
-    H, Dv = q.shape[-2], v_cache.shape[3]
-    (S, B), heads = block_table.shape, heads_of(q)
-    T = len(heads)
-    out = torch.empty((*q.shape[:-1], Dv), dtype=q.dtype, device=q.device)
+    if not (kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)):
+        args = (q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks)
+        return fall_back(op, (*args, k_codec, v_codec, v_dim), {}, "codes at odd addresses")
+    (P, G, R, _), H = k_cache.shape, q.shape[-2]
+    (S, B), heads = block_table.shape, kv_codecs.queries(heads_of(q), k_codec)
+    T, _, D = heads.shape
+    rotated = CODECS[v_codec].rotated
+    Dv, dtype = (CODECS[v_codec].width(v_dim), torch.float32) if rotated else (v_dim, q.dtype)
+    out = torch.empty((*q.shape[:-1], Dv), dtype=dtype, device=q.device)
     if not out.numel():
-        return out
+        return out.new_empty((*q.shape[:-1], v_dim), dtype=q.dtype)
     gp = min(triton.next_power_of_2(H // G), ROWS)
     parts = triton.cdiv(H // G, gp)
     bm, warps, stages = _tile(T, S, gp)
@@ -243,8 +243,8 @@ def paged_attention(
             k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
             block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
             T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
-            shared, bm, max(gp, 16 // bm), bk, dp, dvp, num_warps=warps, num_stages=stages,
+            k_codec, v_codec, shared, bm, max(gp, 16 // bm), bk, dp, dvp, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if shared:
             combine_kernel[(T * H,)](out, sums, tops, totals, sinks, T * H, H, Dv, splits, 16, dvp, num_warps=2)
-    return out
+    return kv_codecs.turned_back(out, v_dim, q.dtype) if rotated else out

@@ -57,6 +57,10 @@ def _product(x: Tensor, w: Tensor, native: bool) -> Tensor:
 def quant_linear_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
     dx = check_backward(grad, qweight, qtype)
     count_call("quant_linear_backward", "triton/unpack")
-    packed = not ggml_types.GGML_TYPES[qtype].is_float
-    w = unpack(qweight, qtype, torch.float32) if packed else floats(qweight, qtype).float()
-    return (grad.reshape(-1, grad.shape[-1]).float() @ w).to(dx.dtype).view(dx.shape)
+    return product_backward(grad.reshape(-1, grad.shape[-1]).float(), qweight, qtype).to(dx.dtype).view(dx.shape)
+
+
+def product_backward(grad: Tensor, qweight: Tensor, qtype: int) -> Tensor:
+    """grad f32 [M, N] times qweight u8 [N, row_bytes] of any type, in f32 -> [M, K]."""
+    is_float = ggml_types.GGML_TYPES[qtype].is_float
+    return grad @ (floats(qweight, qtype).float() if is_float else unpack(qweight, qtype, torch.float32))
