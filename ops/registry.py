@@ -24,6 +24,7 @@ _REFERENCES: dict[torch._ops.OpOverload, Callable] = {}
 _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
 _backends = {"cuda": "dasllama_torch.triton_kernels"}  # by device type; those not imported yet
+_fusions: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
 
 
 class Cost(NamedTuple):
@@ -60,7 +61,7 @@ def define(
         )
 
         def counted(*args, **kwargs):
-            if _import_backend(args):
+            if _import_backend(next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")):
                 return op(*args, **kwargs)
             return fall_back(op, args, kwargs, "no kernel serves this")
 
@@ -76,16 +77,16 @@ def define(
     return wrap
 
 
-def _import_backend(args: tuple) -> bool:
-    """Import the backend of the first tensor's device if there is one that was not asked for yet."""
-    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
-    if device not in _backends:
+def _import_backend(device_type: str) -> bool:
+    """Import a device's backend if there is one that was not asked for yet."""
+    if device_type not in _backends:
         return False
+    name = _backends[device_type]
     try:
-        importlib.import_module(_backends[device])
+        importlib.import_module(name)
     except ImportError as error:
-        raise KernelError(f"tensors on {device} need {_backends[device]}, which cannot be imported: {error}") from error
-    _backends.pop(device, None)
+        raise KernelError(f"tensors on {device_type} need {name}, which cannot be imported: {error}") from error
+    _backends.pop(device_type, None)
     return True
 
 
@@ -100,6 +101,18 @@ def implement(op, key: str):
         return kernel
 
     return wrap
+
+
+def provide_fusion(device_type: str, mode: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Called by a backend: `fusing` gives mode() for its devices."""
+    _fusions[device_type] = mode
+
+
+def fusing(device: torch.device) -> contextlib.AbstractContextManager:
+    """Context for a forward on a device whose ops nobody watches, and whose tensors nobody changes in between: its
+    backend may launch several of them as one."""
+    _import_backend(device.type)
+    return _fusions.get(device.type, contextlib.nullcontext)()
 
 
 def fall_back(op, args: tuple, kwargs: dict, why: str):
@@ -212,6 +225,22 @@ def report() -> dict[str, dict[str, int]]:
 def count_call(op: str, kernel: str) -> None:
     """Count what Python serves for `report`."""
     _python_calls[op, kernel] += 1
+
+
+def count_calls(calls: Counter[tuple[str, str]]) -> None:
+    """Count calls, by op and kernel, that a graph of a GPU's work does again."""
+    _python_calls.update(calls)
+
+
+@contextlib.contextmanager
+def counting():
+    """Context: what Python serves within it goes into the counter that this yields, and into no report."""
+    global _python_calls
+    before, _python_calls = _python_calls, Counter()
+    try:
+        yield _python_calls
+    finally:
+        _python_calls = before
 
 
 def reset_report() -> None:

@@ -77,6 +77,7 @@ def launches(types: list[str]) -> list:
         dequantize,
         embedding,
         few_rows,
+        fused_round,
         gated_act,
         gated_delta_rule,
         grouped_rows,
@@ -84,9 +85,11 @@ def launches(types: list[str]) -> list:
         moe_combine,
         moe_router,
         paged_attention,
+        quantize_activation,
         rms_norm,
         rope,
         rope_tables,
+        rope_write,
         softcap,
     )
 
@@ -94,7 +97,7 @@ def launches(types: list[str]) -> list:
     positions, axes, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(16, dtype=torch.int32), torch.arange(3)
     cache = {dtype: torch.zeros(64, 5, 16, 64, dtype=dtype) for dtype in (torch.float32, torch.float16)}
     codes = [torch.zeros(64, 5, 16, 2 * size, dtype=torch.uint8) for size in (34, 18)]  # q8_0, tq4
-    state = torch.zeros(2, 5, 64, 64)
+    state, square = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
     def attend(T, dtype, codec, sinks):
@@ -126,6 +129,11 @@ def launches(types: list[str]) -> list:
             for gate in range(2)
             for renormalize in (False, True)
         ),
+        lambda: rope_write.rope_write(
+            *(x, x, x, x, tables, tables, x, cache[torch.float16], cache[torch.float16], slots)
+        ),
+        lambda: fused_round.norm_rounded(square, square, square[0], 1e-5, ggml_types.Q8_K),
+        *(functools.partial(fused_round.act_rounded, square, square, square, act, ggml_types.Q8_1) for act in range(4)),
         lambda: moe_combine.moe_combine(x, x[..., 0].contiguous()),
         lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
         lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
@@ -138,6 +146,23 @@ def launches(types: list[str]) -> list:
         w = torch.zeros(64, qtype.row_bytes(1024), dtype=torch.uint8)
         calls += [
             functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w, qtype.id, None),
+            functools.partial(
+                few_rows.few_rows_together,
+                quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),
+                [w, w, w],
+                qtype.id,
+                [x, x, x],
+            ),  # fmt: skip
+            functools.partial(
+                few_rows.few_rows_together,
+                quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),
+                [w],
+                qtype.id,
+                [x],
+                None,
+                x,
+                x,
+            ),  # fmt: skip
             functools.partial(few_rows.few_rows_float, torch.zeros(1, 1024), w, qtype.id, weight),
             functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w[None], qtype.id, None, slots[:2]),
             functools.partial(

@@ -8,10 +8,19 @@ from families import TINY
 from test_invariants import in_chunks, ragged, text, whole
 from test_oracle_quant import TYPES
 from test_oracle_tiny import N_CTX, lengths
-from tolerances import CUDA_CODES, CUDA_LOGITS, CUDA_LOGPROB, GRADIENT, GREEDY_MARGIN, NATIVE_LOGPROB
+from tolerances import (
+    CUDA_CODES,
+    CUDA_FUSED,
+    CUDA_LOGITS,
+    CUDA_LOGPROB,
+    GRADIENT,
+    GREEDY_MARGIN,
+    NATIVE_LOGPROB,
+)
 
 import dasllama_torch as dl
-from dasllama_torch.ops import registry
+from dasllama_torch.engine import graphs
+from dasllama_torch.ops import registry, report, reset_report
 
 absent_gpu()
 
@@ -178,3 +187,59 @@ def test_a_gpu_that_is_not_there_is_refused(oracle):
 def test_tied_weights_stay_one(oracle):
     model = dl.load_model(oracle / "tiny" / "llama_tied.gguf", device="cuda")
     assert model.lm_head.qweight.data_ptr() == model.get_input_embeddings().qweight.data_ptr()
+
+
+def decode(model, ids, sessions):
+    """Logits of single rows, of sessions at different positions."""
+    opened = [dl.create_session(model, n_ctx=256) for _ in range(sessions)]
+    for i, session in enumerate(opened):
+        session.eval(ids[: 3 * i + 2])
+    steps = [torch.stack(dl.eval_batch(opened, [[ids[i + k]] for i in range(sessions)])) for k in range(30)]
+    for session in opened:
+        session.close()
+    return torch.stack(steps)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["f32", "q8_0"])
+@pytest.mark.parametrize("name", TINY)
+def test_captured_steps_are_the_modules(name, quantized, oracle, q8_0, monkeypatch):
+    model = dl.load_model(q8_0(name) if quantized else oracle / "tiny" / f"{name}.gguf", device="cuda")
+    ids = text(11, 100)
+    for sessions in (1, 3):
+        reset_report()
+        with registry.strict():
+            found = decode(model, ids, sessions)
+        assert graphs.why_not(model) == ""
+        assert report()["step"]["captured"] == 29
+        monkeypatch.setattr(graphs, "enabled", False)
+        wanted = decode(model, ids, sessions)
+        monkeypatch.setattr(graphs, "enabled", True)
+        difference = (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean()
+        assert difference <= (CUDA_FUSED if quantized else 1e-5), difference
+
+
+def test_a_hook_is_seen_and_a_changed_weight(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 0)
+        reset_report()
+        muted = session.fork().eval([4])
+        assert report()["step"] == {"eager": 1}
+        hook.remove()
+        plain = session.fork().eval([4])
+        assert not torch.equal(muted, plain)
+        model.model.norm.weight.mul_(2)
+        assert torch.allclose(session.fork().eval([4]), 2 * plain, rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_ones_own(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        kept = [session.eval([token]) for token in range(12)]
+        copies = [logits.clone() for logits in kept]
+        for token in range(12):
+            session.eval([token])
+        assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+        kept[0].add_(1)  # may be changed

@@ -18,6 +18,7 @@ from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
 from dasllama_torch.triton_kernels.quant_linear import quant_linear, quant_linear_backward
 from dasllama_torch.triton_kernels.quantize_activation import quantize_activation
 
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

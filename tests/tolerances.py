@@ -79,3 +79,6 @@ CUDA_LOGITS = 2e-4
 CUDA_LOGPROB = 0.05
 # ... and of a quantized cache against the same on the CPU: now and then a code goes to its neighbour.
 CUDA_CODES = 3e-3
+# ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the
+# other way.
+CUDA_FUSED = 0.05

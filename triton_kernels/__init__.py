@@ -8,6 +8,7 @@ from dasllama_torch.triton_kernels import (  # noqa: F401
     dequantize,
     embedding,
     expert_linear,
+    fusion,
     gated_act,
     gated_delta_rule,
     kv_write,

@@ -33,8 +33,8 @@ def _probabilities(
         scores = torch.tanh(scores / softcap) * softcap
     logits = (scores + fault).masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        G, I, T, _ = logits.shape
-        logits = torch.cat([logits, sinks.view(G, I, 1, 1).expand(G, I, T, 1)], -1)
+        *heads, T, _ = logits.shape
+        logits = torch.cat([logits, sinks.view(*heads, 1, 1).expand(*heads, T, 1)], -1)
     p = torch.softmax(logits, -1)[..., : seen.shape[1]]
     return torch.where(seen.any(1, keepdim=True), p, 0.0), scores
 

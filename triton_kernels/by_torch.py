@@ -1,4 +1,4 @@
-"""Ops whose formulas are a few of torch's own kernels, none of which waits for the GPU: torch serves them as they are."""
+"""Ops whose formulas are a few of torch's own kernels, none of which waits for the GPU: torch serves them."""
 
 from dasllama_torch.ops import elementwise
 from dasllama_torch.ops.delta_gates import delta_gates_backward

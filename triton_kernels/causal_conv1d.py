@@ -60,7 +60,7 @@ def state_kernel(state, x, x_stride, slots, T, S, C, K, BLOCK: tl.constexpr):
             while (rows < K - 1) & (i >= 0):
                 rows += (tl.load(slots + i) == slot).to(tl.int32)
                 i -= 1
-            for j in range(0, K - 1 - rows):  # what stays moves up: nothing is read that was written before
+            for j in range(K - 1 - rows):  # what stays moves up: nothing is read that was written before
                 v = tl.load(own + (j + rows) * C + c, mask=live, other=0.0)
                 tl.store(own + j * C + c, v, mask=live)
             at, i = K - 2, t

@@ -10,8 +10,10 @@ words of a unit in all planes,
 to f32 sums that stay apart by thread until the row's end. In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 
-With ids, W is one of E matrices: program (., i) multiplies row i // share of x by the matrix ids[i], for row i of y. A
-GPU cannot raise without waiting for it: an id that is none of E gives a row of NaN.
+Several matrices with one x may be one launch, PARTS of them: their programs follow each other. A residual is added to
+what a single one gives, into `total`. With ids, W is one of E matrices: program (., i) multiplies row i // share of x
+by the matrix ids[i], for row i of y. A GPU cannot raise without waiting for it: an id that is none of E gives a row of
+NaN.
 """
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels import blocks
 from dasllama_torch.triton_kernels.launch import PTX, aligned, on_device, rows_for
-from dasllama_torch.triton_kernels.quantize_activation import rounded
+from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 
 
 @triton.jit
@@ -49,24 +51,38 @@ def _named(ids, E):
 
 
 @triton.jit
-def _store(y, sums, bias, m: tl.constexpr, M, N, n, known):
-    """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]."""
-    total = tl.sum(sums, 1)
+def _store(y, sums, bias, residual, total, m: tl.constexpr, M, N, n, known):
+    """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]; plus residual -> total."""
+    result = tl.sum(sums, 1)
     if known is not None:
-        total = tl.where(known, total, float("nan"))
+        result = tl.where(known, result, float("nan"))
     if bias is not None:
-        total += tl.load(bias + n, mask=n < N, other=0.0)
-    tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=n < tl.where(m < M, N, 0))
+        result += tl.load(bias + n, mask=n < N, other=0.0)
+    live = n < tl.where(m < M, N, 0)
+    tl.store(y + m * N + n, result.to(y.dtype.element_ty), mask=live)
+    if residual is not None:
+        tl.store(total + m * N + n, result + tl.load(residual + m * N + n, mask=live, other=0.0), mask=live)
 
 
 @triton.jit
 def few_rows_native_kernel(
-    y, q, d, s, packed, table, bias, ids, share, E, M, N, K,
+    y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    L: tl.constexpr, PTX: tl.constexpr,
+    L: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """w1, w2 and y1, y2: from the first matrix to the others in units of 16 bytes, from the first result to the others
+    in elements; N1 and N2: their rows."""
     known = None
+    tile = tl.program_id(0)
+    if PARTS > 1:
+        first = tl.cdiv(N, BN)
+        second = first + tl.cdiv(N1, BN)
+        one, two = tile >= first, tile >= second
+        packed += tl.where(two, w2, tl.where(one, w1, 0)).to(tl.int64) * 16
+        y += tl.where(two, y2, tl.where(one, y1, 0))
+        tile -= tl.where(two, second, tl.where(one, first, 0))
+        N = tl.where(two, N2, tl.where(one, N1, N))
     if ids is not None:
         id_, known = _named(ids, E)
         i = tl.program_id(1).to(tl.int64)
@@ -77,7 +93,7 @@ def few_rows_native_kernel(
         s += i // share * (K // 16)
         if bias is not None:
             bias += id_ * N
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tile * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
     n_units = K // (16 * PLANES)
     i = tl.arange(0, L)[None, :]
@@ -114,13 +130,13 @@ def few_rows_native_kernel(
                 if OFFSET:
                     lows += leasts[p] * tl.load(s + m * (K // 16) + (lane_start + p * WIDTH) // 16)
             dx = tl.load(d + m * (K // SPAN) + lane_start // SPAN)
-            total = acc[r] + dots.to(tl.float32) * (dw * dx)
+            added = acc[r] + dots.to(tl.float32) * (dw * dx)
             if OFFSET:
-                total += lows * (low_d * dx if SPAN == 256 else low_d)
-            sums = sums + (total,)
+                added += lows * (low_d * dx if SPAN == 256 else low_d)
+            sums = sums + (added,)
         acc = sums
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, r, M, N, n, known)
+        _store(y, acc[r], bias, residual, total, r, M, N, n, known)
 
 
 @triton.jit
@@ -164,7 +180,7 @@ def few_rows_float_kernel(
                 sums = sums + (total,)
             acc = sums
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, r, M, N, n, known)
+        _store(y, acc[r], bias, None, None, r, M, N, n, known)
 
 
 def _tile(kind: blocks.Layout, rows: int) -> tuple[int, int]:
@@ -190,12 +206,40 @@ def few_rows_native(
         bn, warps = _tile(kind, rows)
         with on_device(x):
             few_rows_native_kernel[(triton.cdiv(N, bn), grid)](
-                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
-                ids, share, qweight.shape[0], M, N, K,
-                qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, PTX,
+                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, None, None,
+                ids, share, qweight.shape[0], 0, 0, 0, 0, 0, 0, M, N, K,
+                qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, 1, PTX,
                 num_warps=warps,
             )  # fmt: skip
     return y
+
+
+PARTS = 3  # matrices of a launch, at most
+
+
+def few_rows_together(
+    a: Rounded,
+    qweights: list[Tensor],
+    qtype: int,
+    ys: list[Tensor],
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    """x [M <= 16, K], as it is rounded, times up to PARTS matrices u8 [N, row_bytes] of one packed type, contiguous and
+    aligned to 16 bytes, into ys f32 [M, N]. bias, and residual and total f32 [M, N], are a single matrix' only."""
+    (M, K), kind, y, w = a.q.shape, blocks.layout(qtype), ys[0], qweights[0]
+    rows = rows_for(M)
+    bn, warps = _tile(kind, rows)
+    places = [[(other.data_ptr() - w.data_ptr()) // 16 for other in qweights[1:]]]
+    places += [[(other.data_ptr() - y.data_ptr()) // 4 for other in ys[1:]], [len(other) for other in qweights[1:]]]
+    apart = [part for each in places for part in (*each, 0, 0)[: PARTS - 1]]
+    with on_device(w):
+        few_rows_native_kernel[(sum(triton.cdiv(len(other), bn) for other in qweights), 1)](
+            y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, None, 1, 1, *apart, M, len(w), K,
+            qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, len(qweights), PTX,
+            num_warps=warps,
+        )  # fmt: skip
 
 
 def few_rows_float(

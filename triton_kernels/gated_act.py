@@ -84,6 +84,14 @@ def gated_act_backward_kernel(
     tl.store(dup + row * C + c, du.to(dup.dtype.element_ty), mask=c < C)
 
 
+def activate(y: Tensor, gate: Tensor, up: Tensor, act: int) -> None:
+    """act(gate) * up into y, contiguous."""
+    if y.numel():
+        g, u, C = rows_of(gate), rows_of(up), gate.shape[-1]
+        with on_device(gate):
+            gated_act_kernel[(len(g), triton.cdiv(C, BLOCK))](y, g, g.stride(0), u, u.stride(0), C, act, BLOCK)
+
+
 @implement(formulas.gated_act, "CUDA")
 def gated_act(gate: Tensor, up: Tensor, act: int) -> Tensor:
     check_act(act)
@@ -91,10 +99,7 @@ def gated_act(gate: Tensor, up: Tensor, act: int) -> Tensor:
     check("gated_act", "up", up, gate, shape=gate.shape)
     count_call("gated_act", "triton")
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if y.numel():
-        g, u, C = rows_of(gate), rows_of(up), gate.shape[-1]
-        with on_device(gate):
-            gated_act_kernel[(len(g), triton.cdiv(C, BLOCK))](y, g, g.stride(0), u, u.stride(0), C, act, BLOCK)
+    activate(y, gate, up, act)
     return y
 
 

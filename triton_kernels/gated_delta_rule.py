@@ -45,7 +45,7 @@ def gated_delta_kernel(
         group = h // (H // G)
         for row in range(first, T):
             if tl.load(slots + row) == slot:
-                t = row.to(tl.int64)
+                t = tl.zeros([], tl.int64) + row
                 key = _unit(k + t * k_row + group * k_head, i, Dk)
                 query = _unit(q + t * q_row + group * q_head, i, Dk) * scale
                 value = tl.load(v + t * v_row + h * v_head + j, mask=j < Dv, other=0.0).to(tl.float32)

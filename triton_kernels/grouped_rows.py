@@ -66,7 +66,7 @@ def _entries(order, tiles, BM: tl.constexpr):
     at = tiles + tl.program_id(0) * 3
     e, first, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     i = first + tl.arange(0, BM)
-    there = (e >= 0) & (i < stop)
+    there = i < stop  # of a tile that is none, nowhere: all three are -1
     return e, tl.load(order + i, mask=there, other=0).to(tl.int64), there
 
 
@@ -137,7 +137,9 @@ def grouped_floats_kernel(
         _store(y, acc, bias, ids, e, entry, there, n, N)
 
 
-def grouped_rows(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped_rows(
+    x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor, dtype: torch.dtype
+) -> Tensor:
     """x [., K] in the dtype that is multiplied, rows contiguous, each for as many of ids int [n] -> [n, N] in dtype.
 
     qweight: u8 [E, N, row_bytes] of any type.

@@ -52,7 +52,7 @@ def clamped(v):
 
 @triton.jit
 def hadamard(x, N: tl.constexpr):
-    """The orthonormal Walsh-Hadamard transform of x f32 [N], stage by stage from neighbours on as in `ops.kv_codecs`."""
+    """The orthonormal Walsh-Hadamard transform of x f32 [N], stage by stage as in `ops.kv_codecs`."""
     sign = tl.arange(0, 2) * -2 + 1
     for stage in tl.static_range(10):
         if 2**stage < N:

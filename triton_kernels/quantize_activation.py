@@ -22,6 +22,9 @@ from dasllama_torch.triton_kernels.launch import on_device, rows_of
 Q8_1, Q8_K = tl.constexpr(ggml_types.Q8_1), tl.constexpr(ggml_types.Q8_K)
 
 
+ROUNDS = False  # enable_fp_fusion: products must round before 1.5 * 2^23 is added to them
+
+
 class Rounded(NamedTuple):
     """M rows on a lattice, whose blocks have `span` elements."""
 
@@ -32,17 +35,12 @@ class Rounded(NamedTuple):
 
 
 @triton.jit
-def quantize_activation_kernel(
-    q_out, d_out, s_out, x, x_stride, K, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
+def round_blocks(
+    v, q_out, d_out, s_out, m, block, live, K, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    m = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    live = block < K // SPAN
-    i = tl.arange(0, SPAN)[None, :]
-    at = block[:, None] * SPAN + i
-    v = tl.load(x + m * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
-
+    """v f32 [BLOCKS, SPAN], `block`s of row m, those that are live, to their places."""
     # Magnitudes compare as integers, where NaN is above all numbers; of equal ones the first decides the sign in Q8_K.
+    i = tl.arange(0, SPAN)[None, :]
     bits = v.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     most = tl.max(magnitude, 1)
@@ -59,7 +57,7 @@ def quantize_activation_kernel(
     scaled = v * inverse[:, None]
     whole = (scaled + 12582912.0) - 12582912.0
     q = tl.where(tl.abs(whole) <= 127, whole, 0.0).to(tl.int32)
-    tl.store(q_out + m * K + at, q.to(tl.int8), mask=live[:, None])
+    tl.store(q_out + m * K + block[:, None] * SPAN + i, q.to(tl.int8), mask=live[:, None])
 
     sums = tl.sum(tl.reshape(q, [BLOCKS, SPAN // 16, 16]), 2)
     half = tl.arange(0, SPAN // 16)[None, :]
@@ -73,21 +71,37 @@ def quantize_activation_kernel(
     tl.store(s_out + m * (K // 16) + block[:, None] * (SPAN // 16) + half, s, mask=live[:, None])
 
 
+@triton.jit
+def quantize_activation_kernel(
+    q_out, d_out, s_out, x, x_stride, K, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
+):
+    m = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    live = block < K // SPAN
+    at = block[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    v = tl.load(x + m * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
+    round_blocks(v, q_out, d_out, s_out, m, block, live, K, LATTICE, SPAN, BLOCKS)
+
+
+def unrounded(M: int, K: int, lattice: int, device: torch.device) -> Rounded:
+    """Memory for M rows on Q8_0, Q8_1 or Q8_K."""
+    span = ggml_types.GGML_TYPES[lattice].block
+    q = torch.empty((M, K), dtype=torch.int8, device=device)
+    d = torch.empty((M, K // span), dtype=torch.float32, device=device)
+    s = torch.empty((M, K // 16), dtype=torch.float32, device=device)
+    return Rounded(q, d, s, span)
+
+
 def rounded(x: Tensor, lattice: int) -> Rounded:
     """x floating [M, K], rows contiguous, on Q8_0, Q8_1 or Q8_K."""
-    M, K = x.shape
-    span = ggml_types.GGML_TYPES[lattice].block
-    q = torch.empty((M, K), dtype=torch.int8, device=x.device)
-    d = torch.empty((M, K // span), dtype=torch.float32, device=x.device)
-    s = torch.empty((M, K // 16), dtype=torch.float32, device=x.device)
-    count = 1024 // span
-    if q.numel():
+    (M, K), a = x.shape, unrounded(*x.shape, lattice, x.device)
+    count = 1024 // a.span
+    if x.numel():
         with on_device(x):
-            # Products must round before 1.5 * 2^23 is added to them.
-            quantize_activation_kernel[(M, triton.cdiv(K // span, count))](
-                q, d, s, x, x.stride(0), K, lattice, span, count, num_warps=4, enable_fp_fusion=False
+            quantize_activation_kernel[(M, triton.cdiv(K // a.span, count))](
+                a.q, a.d, a.s, x, x.stride(0), K, lattice, a.span, count, num_warps=4, enable_fp_fusion=ROUNDS
             )
-    return Rounded(q, d, s, span)
+    return a
 
 
 @implement(op, "CUDA")

@@ -65,17 +65,22 @@ def _check(op: str, x: Tensor, weight: Tensor | None) -> None:
         check(op, "weight", weight, x, (torch.float32,), (x.shape[-1],))
 
 
-@implement(op, "CUDA")
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    _check("rms_norm", x, weight)
-    count_call("rms_norm", "triton")
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def normalize(y: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
+    """The norm of x into y, contiguous."""
     if y.numel():
         rows, C = rows_of(x), x.shape[-1]
         weight = weight if weight is None else weight.contiguous()
         block, warps = _block(C)
         with on_device(x):
             rms_norm_kernel[(len(rows),)](y, rows, rows.stride(0), weight, C, eps, block, num_warps=warps)
+
+
+@implement(op, "CUDA")
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    _check("rms_norm", x, weight)
+    count_call("rms_norm", "triton")
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normalize(y, x, weight, eps)
     return y
 
 

@@ -32,6 +32,18 @@ def rope_kernel(y, x, row_stride, head_stride, cos, sin, H, D, half, HEADS: tl.c
         tl.store(y + first + i, tl.load(x + first + i, mask=rest), mask=rest)
 
 
+def rotate(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """x rotated, into y, contiguous."""
+    (T, half), (H, D) = cos.shape, x.shape[-2:]
+    if y.numel():
+        heads = heads_of(x)
+        block = triton.next_power_of_2(max(half, 16))
+        with on_device(x):
+            rope_kernel[(T, triton.cdiv(H, HEADS))](
+                y, heads, heads.stride(0), heads.stride(1), cos.contiguous(), sin.contiguous(), H, D, half, HEADS, block
+            )
+
+
 @implement(op, "CUDA")
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     T, half = cos.shape
@@ -45,11 +57,5 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     )
     count_call("rope", "triton")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        heads = heads_of(x)
-        block = triton.next_power_of_2(max(half, 16))
-        with on_device(x):
-            rope_kernel[(T, triton.cdiv(H, HEADS))](
-                y, heads, heads.stride(0), heads.stride(1), cos.contiguous(), sin.contiguous(), H, D, half, HEADS, block
-            )
+    rotate(y, x, cos, sin)
     return y
