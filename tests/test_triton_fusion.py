@@ -48,7 +48,7 @@ def assert_near(found, plain):
 @pytest.mark.parametrize("M", [1, 3])
 def test_a_block(M):
     H, G, D = 2, 1, 16
-    x, XX
+    x, gain = torch.randn(1, M, K, device=DEVICE), (torch.rand(K, device=DEVICE) + 0.5) * 1e-3
     weights = [weight("Q5_0", H * D), weight("Q5_0", G * D), weight("Q8_0", G * D), weight("Q8_0", K, H * D)]
     gate, up, down = weight("Q5_0", K), weight("Q5_0", K), weight("Q4_1", 5)
     cos, sin = torch.rand(M, 6, device=DEVICE), torch.rand(M, 6, device=DEVICE)
