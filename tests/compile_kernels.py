@@ -43,6 +43,8 @@ def compiled(targets):
                 value = bound[parameter.name]
                 if parameter.name == "PTX":
                     value = TARGETS[target].backend == "cuda"
+                elif parameter.name == "EARLY":
+                    value = target == "sm_90"
                 if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
                     signature[parameter.name], constants[(at,)] = "constexpr", value
                     continue

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels import blocks
-from dasllama_torch.triton_kernels.launch import PTX, aligned, on_device, rows_for
+from dasllama_torch.triton_kernels.launch import PTX, aligned, early, on_device, rows_for
 from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
+
+FETCHED = tl.constexpr(64)
 
 
 @triton.jit
@@ -51,6 +53,16 @@ def _named(ids, E):
 
 
 @triton.jit
+def _fetch(row, size, BN: tl.constexpr):
+    """Ask for the first FETCHED lines of 128 bytes of each row, pointers [BN, 1] to `size` bytes, to come into L2."""
+    at = tl.minimum(tl.arange(0, FETCHED)[None, :] * 128, size - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(row + at).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _store(y, sums, bias, residual, total, m: tl.constexpr, M, N, n, known):
     """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]; plus residual -> total."""
     result = tl.sum(sums, 1)
@@ -69,7 +81,7 @@ def few_rows_native_kernel(
     y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    L: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr,
+    L: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """w1, w2 and y1, y2: from the first matrix to the others in units of 16 bytes, from the first result to the others
     in elements; N1 and N2: their rows."""
@@ -95,6 +107,10 @@ def few_rows_native_kernel(
             bias += id_ * N
     n = tile * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
+    if EARLY:  # the weights are on their way while the kernel before ends, which x comes from
+        tl.extra.cuda.gdc_launch_dependents()
+        _fetch(row, K // BLOCK * BYTES, BN)
+        tl.extra.cuda.gdc_wait()
     n_units = K // (16 * PLANES)
     i = tl.arange(0, L)[None, :]
     w = i % 4
@@ -209,7 +225,7 @@ def few_rows_native(
                 y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, None, None,
                 ids, share, qweight.shape[0], 0, 0, 0, 0, 0, 0, M, N, K,
                 qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, 1, PTX,
-                num_warps=warps,
+                num_warps=warps, **early(x),
             )  # fmt: skip
     return y
 
@@ -238,7 +254,7 @@ def few_rows_together(
         few_rows_native_kernel[(sum(triton.cdiv(len(other), bn) for other in qweights), 1)](
             y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, None, 1, 1, *apart, M, len(w), K,
             qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, len(qweights), PTX,
-            num_warps=warps,
+            num_warps=warps, **early(w),
         )  # fmt: skip
 
 

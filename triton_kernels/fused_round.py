@@ -8,7 +8,7 @@ from torch import Tensor
 from dasllama_torch.ops import gated_act as formulas
 from dasllama_torch.triton_kernels.functions import logistic
 from dasllama_torch.triton_kernels.gated_act import _clamped, _z
-from dasllama_torch.triton_kernels.launch import on_device
+from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device
 from dasllama_torch.triton_kernels.quantize_activation import ROUNDS, Rounded, round_blocks, unrounded
 
 SIGMOID = tl.constexpr(formulas.SIGMOID)
@@ -16,16 +16,21 @@ WIDEST = 16384  # columns of a norm that a program holds in registers
 
 
 @triton.jit
-def norm_round_kernel(y, q, d, s, x, weight, C, eps, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
+def norm_round_kernel(
+    y, q, d, s, x, weight, C, eps,
+    LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program owns a row of C columns, in BLOCKS blocks or fewer."""
     m = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     live = block < C // SPAN
     at = block[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    v = tl.load(x + m * C + at, mask=live[:, None], other=0.0)
-    v *= tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / C + eps)
+    gain = 1.0
     if weight is not None:
-        v *= tl.load(weight + at, mask=live[:, None], other=0.0)
+        gain = tl.load(weight + at, mask=live[:, None], other=0.0)
+    await_inputs(EARLY)
+    v = tl.load(x + m * C + at, mask=live[:, None], other=0.0)
+    v *= tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / C + eps) * gain
     tl.store(y + m * C + at, v, mask=live[:, None])
     round_blocks(v, q, d, s, m, block, live, C, LATTICE, SPAN, BLOCKS)
 
@@ -33,9 +38,10 @@ def norm_round_kernel(y, q, d, s, x, weight, C, eps, LATTICE: tl.constexpr, SPAN
 @triton.jit
 def act_round_kernel(
     y, q, d, s, gate, gate_stride, up, up_stride, C,
-    ACT: tl.constexpr, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
+    ACT: tl.constexpr, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCKS blocks of a row."""
+    await_inputs(EARLY)
     m = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     live = block < C // SPAN
@@ -58,7 +64,7 @@ def norm_rounded(y: Tensor, x: Tensor, weight: Tensor | None, eps: float, lattic
     with on_device(x):
         norm_round_kernel[(M,)](
             y, a.q, a.d, a.s, x, weight, C, eps, lattice, a.span, count,
-            num_warps=max(1, min(16, count * a.span // 256)), enable_fp_fusion=ROUNDS,
+            num_warps=max(1, min(16, count * a.span // 256)), enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
     return a
 
@@ -70,6 +76,6 @@ def act_rounded(y: Tensor, gate: Tensor, up: Tensor, act: int, lattice: int) -> 
     with on_device(gate):
         act_round_kernel[(M, triton.cdiv(C // a.span, count))](
             y, a.q, a.d, a.s, gate, gate.stride(0), up, up.stride(0), C, act, lattice, a.span, count,
-            num_warps=4, enable_fp_fusion=ROUNDS,
+            num_warps=4, enable_fp_fusion=ROUNDS, **early(gate),
         )  # fmt: skip
     return a

@@ -1,10 +1,12 @@
 """What every launch of a kernel needs."""
 
 import contextlib
+import functools
 import math
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops.lattices import FLOATS
@@ -13,6 +15,26 @@ from dasllama_torch.triton_kernels import blocks
 INTERPRETED = triton.knobs.runtime.interpret
 # Inline PTX: on NVIDIA's own compiler only. Elsewhere kernels take the plain form beside it.
 PTX = torch.version.cuda is not None and not INTERPRETED
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(t: Tensor) -> dict[str, bool]:
+    """Arguments of a launch that may begin while the one before it ends (programmatic dependent launch, from compute
+    capability 9.0 on): its kernel calls `await_inputs`."""
+    return {"EARLY": True, "launch_pdl": True} if _overlaps(t.device) else {"EARLY": False}
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):
+    """Lets the next launch take its place on the card, and waits for the results of the one before."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def on_device(t: Tensor):

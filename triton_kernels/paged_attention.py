@@ -26,7 +26,7 @@ from dasllama_torch.ops.registry import count_call, fall_back, implement
 from dasllama_torch.triton_kernels import kv_codecs
 from dasllama_torch.triton_kernels.functions import exp, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
-from dasllama_torch.triton_kernels.launch import check, heads_of, on_device
+from dasllama_torch.triton_kernels.launch import await_inputs, check, early, heads_of, on_device
 
 MOST = 512  # keys of a program where programs share rows, at most
 # Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
@@ -62,9 +62,10 @@ def paged_attention_kernel(
     out, tops, totals, q, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
     block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
     K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
-    BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]."""
+    await_inputs(EARLY)
     g, part, z = tl.program_id(1) // parts, tl.program_id(1) % parts, tl.program_id(2)
     i = tl.arange(0, BM * GP)
     t, in_group = tl.program_id(0) * BM + i // GP, part * GP + i % GP
@@ -133,8 +134,12 @@ def paged_attention_kernel(
 
 
 @triton.jit
-def combine_kernel(out, parts, tops, totals, sinks, rows, H, Dv, splits, SPLITS: tl.constexpr, DVP: tl.constexpr):
+def combine_kernel(
+    out, parts, tops, totals, sinks, rows, H, Dv, splits,
+    SPLITS: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """parts f32 [splits, T, H, Dv] with tops and totals [splits, T, H] -> out [T, H, Dv]; rows = T * H."""
+    await_inputs(EARLY)
     at = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, DVP)[None, :]
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
@@ -243,8 +248,11 @@ def paged_attention(
             k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
             block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
             T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
-            k_codec, v_codec, shared, bm, max(gp, 16 // bm), bk, dp, dvp, num_warps=warps, num_stages=stages,
+            k_codec, v_codec, shared, bm, max(gp, 16 // bm), bk, dp, dvp,
+            num_warps=warps, num_stages=stages, **early(q),
         )  # fmt: skip
         if shared:
-            combine_kernel[(T * H,)](out, sums, tops, totals, sinks, T * H, H, Dv, splits, 16, dvp, num_warps=2)
+            combine_kernel[(T * H,)](
+                out, sums, tops, totals, sinks, T * H, H, Dv, splits, 16, dvp, num_warps=2, **early(q)
+            )
     return kv_codecs.turned_back(out, v_dim, q.dtype) if rotated else out

@@ -17,7 +17,7 @@ from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.lattices import _check as check
 from dasllama_torch.ops.lattices import quantize_activation as op
 from dasllama_torch.ops.registry import count_call, implement
-from dasllama_torch.triton_kernels.launch import on_device, rows_of
+from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device, rows_of
 
 Q8_1, Q8_K = tl.constexpr(ggml_types.Q8_1), tl.constexpr(ggml_types.Q8_K)
 
@@ -73,8 +73,10 @@ def round_blocks(
 
 @triton.jit
 def quantize_activation_kernel(
-    q_out, d_out, s_out, x, x_stride, K, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
-):
+    q_out, d_out, s_out, x, x_stride, K,
+    LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    await_inputs(EARLY)
     m = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     live = block < K // SPAN
@@ -99,8 +101,9 @@ def rounded(x: Tensor, lattice: int) -> Rounded:
     if x.numel():
         with on_device(x):
             quantize_activation_kernel[(M, triton.cdiv(K // a.span, count))](
-                a.q, a.d, a.s, x, x.stride(0), K, lattice, a.span, count, num_warps=4, enable_fp_fusion=ROUNDS
-            )
+                a.q, a.d, a.s, x, x.stride(0), K, lattice, a.span, count,
+                num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
+            )  # fmt: skip
     return a
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.triton_kernels import kv_codecs
-from dasllama_torch.triton_kernels.launch import on_device
+from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device
 
 
 @triton.jit
@@ -42,8 +42,9 @@ def _rotate(y, cache, x, cos, sin, half, D, BLOCK: tl.constexpr):
 def rope_write_kernel(
     q_out, q, q_row, q_head, k_out, k, k_row, k_head, cos, sin, v, v_row, v_head,
     k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot, slots,
-    P, R, H, G, D, Dv, half, BLOCK: tl.constexpr, WV: tl.constexpr,
+    P, R, H, G, D, Dv, half, BLOCK: tl.constexpr, WV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += t * half
     sin += t * half
@@ -75,5 +76,6 @@ def rope_write(
         rope_write_kernel[(T, H + G)](
             q_out, q, q.stride(0), q.stride(1), k_out, k, k.stride(0), k.stride(1), cos, sin,
             v, v.stride(0), v.stride(1), k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots,
-            P, R, H, G, D, Dv, half, triton.next_power_of_2(max(half, 16)), triton.next_power_of_2(Dv), num_warps=1,
+            P, R, H, G, D, Dv, half, triton.next_power_of_2(max(half, 16)), triton.next_power_of_2(Dv),
+            num_warps=1, **early(q),
         )  # fmt: skip
