@@ -1,7 +1,7 @@
 """Compile the Triton kernels ahead of time, without a GPU, and print what was compiled: a program of its own, because
 Triton must not be interpreting when the kernels are imported.
 
-    python tests/compile_kernels.py [--targets sm_90,gfx942] [--types Q4_K,IQ3_S]
+    python tests/compile_kernels.py [--targets sm_90,gfx942] [--types Q4_K,IQ3_S] [--variants]
 """
 
 import argparse
@@ -27,8 +27,9 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @contextlib.contextmanager
-def compiled(targets):
-    """Within it a launch compiles its kernel for each target, specialized as for the launch, and runs nothing.
+def compiled(targets, variants: bool = True):
+    """Within it a launch compiles its kernel for each target, specialized as for the launch, and runs nothing. variants:
+    each way that a kernel is specialized, not the first one alone.
 
     Yields a list of (kernel's name, target's name), one entry for each compilation.
     """
@@ -38,6 +39,8 @@ def compiled(targets):
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
         for target in targets:
+            if not variants and (self.__name__, target) in done:
+                continue
             signature, constants, attrs = {}, {}, {}
             for at, parameter in enumerate(self.params):
                 value = bound[parameter.name]
@@ -182,9 +185,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--types", default="Q4_K,Q6_K,IQ3_S,MXFP4")
+    parser.add_argument("--variants", action="store_true", help="all that the launches have, not one of each kernel")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with compiled(options.targets.split(",")) as done:
+    with compiled(options.targets.split(","), options.variants) as done:
         for launch in launches(options.types.split(",")):
             launch()
     for kernel, target in done:

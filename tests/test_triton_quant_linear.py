@@ -7,7 +7,7 @@ import pytest
 import tolerances
 import torch
 from packed import FLOATS, TYPES, decode, random_rows
-from triton_device import DEVICE, guarded, ragged
+from triton_device import DEVICE, cases, guarded, ragged
 
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.ops import ggml_types, registry
@@ -24,6 +24,7 @@ def seed():
     torch.manual_seed(0)
 
 
+ROWS = 24 if DEVICE == "cuda" else 4  # of the weights
 PACKED = [row for row in TYPES if row.id not in FLOATS]
 
 
@@ -56,18 +57,18 @@ def test_rounded_activations(lattice):
             assert want is None or torch.equal(got.nan_to_num(), want.nan_to_num())  # NaN has many bits
 
 
-@pytest.mark.parametrize("row", PACKED, ids=by_name)
+@pytest.mark.parametrize("row", cases(PACKED, "Q4_K", "Q6_K", "Q4_1", "IQ2_S"), ids=by_name)
 def test_ggml_products(oracle, row):
     """The stored products of ggml's own kernels: last layer's ffn_down of the tiny model of this type."""
     path = oracle / "quant" / f"llama-{row.name.lower()}.gguf"
     golden, index = np.load(path.with_suffix(".npz")), json.loads((path.parent / "index.json").read_text())
-    w = torch.from_numpy(GGUFFile(path).tensors[index["models"][row.name]["matmul"]["tensor"]].data.copy())[:24]
-    x, want = torch.from_numpy(golden["mm_x"])[:2], torch.from_numpy(golden["mm_y"])[:2, :24]
+    w = torch.from_numpy(GGUFFile(path).tensors[index["models"][row.name]["matmul"]["tensor"]].data.copy())[:ROWS]
+    x, want = torch.from_numpy(golden["mm_x"])[:2], torch.from_numpy(golden["mm_y"])[:2, :ROWS]
     assert_near(quant_linear(x.to(DEVICE), w.to(DEVICE), row.id, None, True), want, tolerances.GGML_PRODUCT)
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("row", TYPES, ids=by_name)
+@pytest.mark.parametrize("row", cases(TYPES, "F16", "Q4_K", "Q5_0", "MXFP4"), ids=by_name)
 def test_few_rows(row, native):
     K = row.block * 3 if row.block > 1 else 50
     w, bias = random_rows(row, 5, K), torch.randn(5)
@@ -78,7 +79,7 @@ def test_few_rows(row, native):
         assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row, bias)).all()
 
 
-@pytest.mark.parametrize("M", [2, 5, 16])
+@pytest.mark.parametrize("M", cases([2, 5, 16], 5))
 def test_counts_of_rows_and_leading_dims(M):
     row = ggml_types.by_name("Q4_K")
     w, x = random_rows(row, 9, 512), torch.randn(1, M, 512)
@@ -94,7 +95,7 @@ def test_counts_of_rows_and_leading_dims(M):
 HALVES = [torch.float16, torch.bfloat16, torch.float32] if DEVICE == "cuda" else [torch.float16]
 
 
-@pytest.mark.parametrize("M", [17, 300])
+@pytest.mark.parametrize("M", cases([17, 300], 17))
 @pytest.mark.parametrize(
     ("native", "dtype"),
     [*((True, half) for half in HALVES), *((False, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))],

@@ -15,6 +15,13 @@ if importlib.util.find_spec("triton") is None:
     absent("Triton absent: pip install triton", whole_file=True)
 
 
+def cases(all_of_them: list, *names: object) -> list:
+    """All on a GPU; in the interpreter, which takes up to a second for each, those of these names."""
+    if DEVICE == "cuda":
+        return all_of_them
+    return [case for case in all_of_them if getattr(case, "name", case) in names]
+
+
 def guarded(t: torch.Tensor, *, before: int = 16, after: int = 16) -> torch.Tensor:
     """A copy on DEVICE with rows of NaN (bytes of ones) before and after it in memory."""
     size = t.element_size() * t[0].numel() if len(t) else 0
