@@ -28,8 +28,9 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @contextlib.contextmanager
 def compiled(targets, variants: bool = True):
-    """Within it a launch compiles its kernel for each target, specialized as for the launch, and runs nothing. variants:
-    each way that a kernel is specialized, not the first one alone.
+    """Within it a launch compiles its kernel for each target, specialized as for the launch, and runs nothing.
+
+    variants: each way that a kernel is specialized, not the first one alone.
 
     Yields a list of (kernel's name, target's name), one entry for each compilation.
     """
