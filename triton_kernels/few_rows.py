@@ -26,8 +26,6 @@ from dasllama_torch.triton_kernels import blocks
 from dasllama_torch.triton_kernels.launch import PTX, aligned, early, on_device, rows_for
 from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 
-FETCHED = tl.constexpr(64)
-
 
 @triton.jit
 def _dot4(a, b, PTX: tl.constexpr):
@@ -50,16 +48,6 @@ def _named(ids, E):
     id_ = tl.load(ids + tl.program_id(1)).to(tl.int64)
     known = (id_ >= 0) & (id_ < E)
     return tl.where(known, id_, 0), known
-
-
-@triton.jit
-def _fetch(row, size, BN: tl.constexpr):
-    """Ask for the first FETCHED lines of 128 bytes of each row, pointers [BN, 1] to `size` bytes, to come into L2."""
-    at = tl.minimum(tl.arange(0, FETCHED)[None, :] * 128, size - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(row + at).to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -107,9 +95,7 @@ def few_rows_native_kernel(
             bias += id_ * N
     n = tile * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
-    if EARLY:  # the weights are on their way while the kernel before ends, which x comes from
-        tl.extra.cuda.gdc_launch_dependents()
-        _fetch(row, K // BLOCK * BYTES, BN)
+    if EARLY:  # and lets nobody begin before it ends: who waits takes the place of programs that read
         tl.extra.cuda.gdc_wait()
     n_units = K // (16 * PLANES)
     i = tl.arange(0, L)[None, :]
