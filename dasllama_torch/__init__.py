@@ -40,6 +40,9 @@ _WHERE = {
     "Session": "engine.session",
     "KVPool": "cache.pool",
     "SamplingParams": "sampling",
+    "TokenLogprob": "sampling",
+    "Constraint": "constraints",
+    "Sample": "engine.generation",
     "profile_prefill": "bench",
     "profile_decode": "bench",
     "profile_table": "bench",
@@ -55,7 +58,20 @@ _WHERE = {
     "SessionFileError": "errors",
     "KernelError": "errors",
     "TemplateError": "errors",
+    "ConstraintError": "errors",
     "DownloadError": "errors",
+    "UnknownName": "errors",
+    "run_with_cache": "inspect.activations",
+    "patch": "inspect.patching",
+    "steer": "inspect.patching",
+    "logit_lens": "inspect.lens",
+    "attention_pattern": "inspect.attention",
+    "router_choices": "inspect.experts",
+    "recurrent_states": "inspect.states",
+    "quantization_error": "inspect.quantization",
+    "logit_attribution": "inspect.attribution",
+    "embedding_gradients": "inspect.gradients",
+    "saliency": "inspect.gradients",
 }
 
 __all__ = list(_WHERE)
@@ -66,10 +82,12 @@ def __getattr__(name: str):
         from importlib.metadata import version
 
         return version("dasllama-torch")
+    if name == "inspect":
+        return import_module("dasllama_torch.inspect")
     if name in _WHERE:
         return getattr(import_module(f"dasllama_torch.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "inspect"]

@@ -46,6 +46,12 @@ class DownloadError(DasllamaError):
     """A model could not be fetched, or what arrived does not match its checksum."""
 
 
+class UnknownName(DasllamaError, KeyError):
+    """A name stands for nothing in a model, or for nothing that was recorded."""
+
+    __str__ = Exception.__str__  # a KeyError would quote its text
+
+
 class TemplateError(DasllamaError):
     """A chat template is missing, broken, was stopped, or refuses the conversation. index, role: of the message that it
     was busy with, None where that is not known.
@@ -55,3 +61,7 @@ class TemplateError(DasllamaError):
         super().__init__(text)
         self.index = index
         self.role = role
+
+
+class ConstraintError(DasllamaError):
+    """A constraint is broken or too large, names tokens that the vocabulary lacks, or cannot be met by it."""

@@ -30,12 +30,14 @@ LEAVES = {
     "memory": {"errors"},
     "device_memory": {"errors"},
     "threads": set(),
+    "tables": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},
     "chat": {"errors", "text"},
     "sampling": {"errors", "ops"},
+    "constraints": {"errors", "text"},
     "hub": {"errors"},
 }
 BACKENDS = {"triton_kernels", "vulkan_ext", "metal_ext"}

@@ -28,6 +28,10 @@ KV_NLL = {"q8_0": 0.01, "tq4": 0.1}
 
 # d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
 GRADIENT = 1e-4
+# A logit's growth along its gradient, by differences over steps of a thousandth of an embedding: curvature and f32.
+FINITE_DIFFERENCE = 0.01
+# The cosine between gradients of the native and the exact arithmetic is above this.
+NATIVE_GRADIENT = 0.99
 
 # Half the distance from 1 to the next f32. A sum in f32 is off by at most this, times the roundings on the way of a
 # product through the sum, times the sum of the products' magnitudes (Higham, Accuracy and Stability, 3.1).

@@ -239,6 +239,7 @@ def _step(
         logit_rows=tensor(logit_rows),
         row_context=tensor([sessions[s].n_ctx for s in row_seq]),
         input_ids=tensor([tokens]),
+        sessions=tuple(sessions),
     )
 
 

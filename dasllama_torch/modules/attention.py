@@ -34,7 +34,7 @@ class PagedAttention(Module):
         self.source, self.is_source, self.causal = layer if source is None else source, is_source, causal
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
-        row_end = step.causal_end if self.causal and step.causal_end is not None else step.row_end
+        row_end = self.row_end(step)
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
             if k is None:
@@ -53,6 +53,10 @@ class PagedAttention(Module):
             q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, row_end,
             self.scale, self.window, self.softcap, sinks, cache.k_codec.id, cache.v_codec.id, cache.v_dim,
         )  # fmt: skip
+
+    def row_end(self, step: Step) -> Tensor:
+        """How many keys each row may see here, int32 [T]."""
+        return step.causal_end if self.causal and step.causal_end is not None else step.row_end
 
     def extra_repr(self) -> str:
         parts = [f"layer={self.layer}", f"scale={self.scale:g}"]
