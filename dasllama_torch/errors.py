@@ -22,6 +22,10 @@ class OutOfPages(DasllamaError):
     """The KV pool has no free page left; the session keeps what it held before the call."""
 
 
+class OutOfMemory(DasllamaError):
+    """A device has less memory left than a model's weights take; nothing was moved there."""
+
+
 class ContextFull(DasllamaError):
     """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
 
@@ -62,3 +66,7 @@ class TemplateError(DasllamaError):
         super().__init__(text)
         self.index = index
         self.role = role
+
+
+class ConstraintError(DasllamaError):
+    """A constraint is broken or too large, names tokens that the vocabulary lacks, or cannot be met by it."""

@@ -71,9 +71,10 @@ def forward(
         cache.length += T
     if last_only:
         real, logits = real[:, -1:], [row[None] for row in logits]
-        return CausalLMOutput(logits=_padded(logits, rows, real), cache=cache)
+        return CausalLMOutput(logits=_padded(logits, rows, real).to(given.device), cache=cache)
     padded = _padded(logits, rows, real, model.config.n_vocab)
-    return CausalLMOutput(logits=keep_rows(padded, logits_to_keep), cache=cache, hidden_states=states)
+    logits = keep_rows(padded, logits_to_keep).to(given.device)
+    return CausalLMOutput(logits=logits, cache=cache, hidden_states=states)
 
 
 def _sessions(cache: Cache) -> list[Session]:

@@ -108,7 +108,8 @@ def generate(
     **settings,
 ) -> Tensor:
     """See `CausalLM.generate`. open_session: of n_ctx and kv_dtype."""
-    ids = _ids(model, inputs, input_ids)
+    given = inputs if input_ids is None else input_ids
+    ids = _ids(inputs, input_ids)
     options = Options.of(model.generation_defaults, _as_dict(generation_config), settings)
     ends = _ends(model, options)
     pad = _pad(model, options, ends)
@@ -117,7 +118,7 @@ def generate(
     rows = [i for i in range(len(ids)) for _ in range(options.num_return_sequences)]
     sequences = ids[rows]
     if streamer is not None:
-        streamer.put(ids.cpu())
+        streamer.put(ids)
     sessions: list[Session] = []
     try:
         n_ctx = int(real.sum(1).max()) + new
@@ -127,7 +128,7 @@ def generate(
             tokens = loop.step(sequences)
             sequences = torch.cat([sequences, tokens[:, None]], 1)
             if streamer is not None:
-                streamer.put(tokens.cpu())
+                streamer.put(tokens)
             if loop.has_ended(sequences) or not left:
                 break
             loop.advance(tokens)
@@ -136,7 +137,7 @@ def generate(
             session.close()
     if streamer is not None:
         streamer.end()
-    return sequences
+    return sequences.to(given.device)
 
 
 class _Loop:
@@ -193,13 +194,13 @@ def _each(answer: Any, n: int) -> list[bool]:
     return torch.as_tensor(answer, dtype=torch.bool).expand(n).tolist()
 
 
-def _ids(model: CausalLM, inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
+def _ids(inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
     if (inputs is None) == (input_ids is None):
         raise ValueError("generate: wanted either inputs or input_ids")
-    ids = torch.as_tensor(inputs if input_ids is None else input_ids)
+    ids = inputs if input_ids is None else input_ids
     if ids.dim() != 2 or not ids.shape[0] or not ids.shape[1] or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"generate: inputs are {ids.dtype} {list(ids.shape)}, wanted ids int64 [B, T]")
-    return ids.to(torch.int64)
+    return ids.to("cpu", torch.int64)
 
 
 def _as_dict(config: Any) -> Mapping[str, Any]:
