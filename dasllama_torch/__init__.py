@@ -13,6 +13,9 @@ from importlib import import_module
 
 _WHERE = {
     "load_model": "api",
+    "AutoModelForCausalLM": "auto",
+    "AutoTokenizer": "auto",
+    "hf_tokenizer": "hf.tokenizer",
     "build_model": "api",
     "caps": "api",
     "Caps": "arch.caps",
@@ -57,10 +60,12 @@ _WHERE = {
     "UnsupportedModel": "errors",
     "TokenizerError": "errors",
     "OutOfPages": "errors",
+    "OutOfMemory": "errors",
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "SessionFileError": "errors",
     "KernelError": "errors",
+    "FolderError": "errors",
     "TemplateError": "errors",
     "ConstraintError": "errors",
     "DownloadError": "errors",

@@ -28,6 +28,7 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 LEAVES = {
     "errors": set(),
     "memory": {"errors"},
+    "device_memory": {"errors"},
     "threads": set(),
     "tables": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
