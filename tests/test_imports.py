@@ -28,7 +28,7 @@ LEAVES = {
     "errors": set(),
     "memory": {"errors"},
     "threads": set(),
-    "gguf": {"errors", "memory", "ops.ggml_types"},
+    "gguf": {"errors", "memory", "ops.ggml_types", "threads"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},
