@@ -239,24 +239,26 @@ class _RecordedStep:
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step's tensors those of these rows; the rest become inert."""
         n, rows = len(ids), self.rows
-        self.ids[:n], self.ids[n:] = ids, 0
-        rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
-        for i, session in enumerate(sessions):
-            at = session.n_past
+        if n < len(self.ids):
+            self.ids[n:] = 0
+            for name in ("positions", "row_pos", "row_end", "row_context"):
+                rows[name][n:] = 0
+            for name in ("row_seq", "state_slots"):
+                if name in rows:
+                    rows[name][n:] = -1
+            for slots, _ in self.tables:
+                slots[n:] = -1
+        for i, (session, token) in enumerate(zip(sessions, ids, strict=True)):
+            at, sequence = session.n_past, session.sequence
+            self.ids[i], rows["row_seq"][i] = token, i
             rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
             rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
             if "state_slots" in rows:
-                rows["state_slots"][i] = session.sequence.state
-        for name in ("positions", "row_pos", "row_end", "row_context"):
-            rows[name][n:] = 0
-        if "state_slots" in rows:
-            rows["state_slots"][n:] = -1
-        for group, (slots, blocks) in enumerate(self.tables):
-            slots[n:] = -1
-            for i, session in enumerate(sessions):
-                pages = session.sequence.tables[group]
+                rows["state_slots"][i] = sequence.state
+            for group, (slots, blocks) in enumerate(self.tables):
+                pages = sequence.tables[group]
                 blocks[i, : len(pages)] = pages
-                slots[i] = session.sequence.slot(group, session.n_past)
+                slots[i] = sequence.slot(group, at)
 
     def run(self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor]:
         """Logits f32 [V] after ids[i] at the end of sessions[i]."""
