@@ -258,7 +258,8 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
         # A marker in a string of a list is text; not where the string is never closed.
         (
             "glm",
-            '<tool_call>f-2<arg_key>tags</arg_key><arg_value>["a</arg_value>", "\\"</arg_value>"]</arg_value></tool_call>',
+            '<tool_call>f-2<arg_key>tags</arg_key><arg_value>["a</arg_value>", "\\"</arg_value>"]</arg_value>'
+            "</tool_call>",
             [("f-2", {"tags": ["a</arg_value>", '"</arg_value>']})],
         ),
         (
