@@ -6,7 +6,7 @@ import gc
 import hf_twin
 import pytest
 import torch
-from families import TINY
+from families import GRAPHS
 from test_invariants import text
 from tolerances import ATTENTION, FP32_LOGITS
 
@@ -75,7 +75,7 @@ def test_values_are_those_of_transformers(twin, model):
         )
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_every_name_of_every_family(name, load):
     """Each has a value, in a forward without a cache and in a session, and the aliases add up."""
     model = load(name)
