@@ -28,6 +28,7 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 LEAVES = {
     "errors": set(),
     "memory": {"errors"},
+    "device_memory": {"errors"},
     "threads": set(),
     "tables": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
@@ -36,6 +37,7 @@ LEAVES = {
     "text": {"errors", "gguf"},
     "chat": {"errors", "text"},
     "sampling": {"errors", "ops"},
+    "constraints": {"errors", "text"},
     "hub": {"errors"},
 }
 BACKENDS = {"triton_kernels", "vulkan_ext", "metal_ext"}

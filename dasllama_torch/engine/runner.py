@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dasllama_torch.engine.session import Session
     from dasllama_torch.modules.causal_lm import CausalLM
 
-MAX_ROWS = 512  # rows of one forward
+MAX_ROWS = 512  # rows of one forward on the CPU
+MAX_DEVICE_ROWS = 2048  # ... on a device, which many rows keep busy
 LOGITS = ("last", "all", None)
 HIDDEN = "hidden"  # in the place of one of these: all rows' hidden states
 
@@ -50,7 +51,7 @@ def run(
             ids[i] = session.pending + _ids(given)
     whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
     marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
+    windows = plan_windows([len(tokens) for tokens in ids], _max_rows(sessions[0]), whole, marks)
     # The first of ids[i] whose logits are wanted: of the last in any case, of pending tokens before it never.
     first = [len(tokens) - max(n if logits == "all" else 1, 1) for tokens, n in zip(ids, asked, strict=True)]
     kept = _run_windows(sessions, ids, media, windows, logits, first)
@@ -69,8 +70,12 @@ def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[
     hidden states of its rows, f32 [T, C] for each forward that had some. The sessions get no logits."""
     ids = [[int(token) for token in tokens] for tokens in ids]
     _check(sessions, ids, {})
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    windows = plan_windows([len(tokens) for tokens in ids], _max_rows(sessions[0]))
     return _run_windows(sessions, ids, {}, windows, HIDDEN, [0] * len(ids))
+
+
+def _max_rows(session: "Session") -> int:
+    return MAX_ROWS if session.pool.device.type == "cpu" else MAX_DEVICE_ROWS
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:

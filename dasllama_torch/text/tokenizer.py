@@ -128,6 +128,13 @@ class Tokenizer:
                     run = ""
         return ids + self._encode_run(run)
 
+    def to_tokenizers(self):
+        """The vocabulary as a `tokenizers.Tokenizer`, see fast.py. TokenizerError as in `encode`."""
+        from .fast import as_tokenizers
+
+        self._need_vocab("encode")
+        return as_tokenizers(self._vocab)
+
     def special_types(self) -> dict[str, TokenType]:
         """Name -> type of the tokens that are found in a text as they stand: control, unknown and user-defined ones."""
         vocab = self._vocab
