@@ -454,3 +454,11 @@ def test_caps(name, system, tools, reasoning, off, published):
 
 def test_the_workers_limits_are_the_ones_that_are_tested():
     assert (worker.MEMORY, worker.MAX_OUTPUT) == (1 << 30, 1 << 24)
+
+
+def test_a_broken_template_is_not_laid_to_the_message_of_an_earlier_one():
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
+    with pytest.raises(TemplateError, match="^chat_template: line 1") as e:
+        _ = ChatTemplate("{% for").variables
+    assert e.value.index is None

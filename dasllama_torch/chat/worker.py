@@ -105,6 +105,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def facts(self, template: str) -> dict[str, Any]:
         """Names that the template wants from outside, and the texts that it holds."""
+        self.busy_with = None
         tree = self.parse(template)
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]

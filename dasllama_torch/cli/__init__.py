@@ -15,13 +15,14 @@ import typer
 
 from dasllama_torch.errors import DasllamaError
 
-from . import bench, catalogue, inspect, pull, run, tokenize
+from . import bench, catalogue, chat, inspect, pull, run, tokenize
 from .exits import BAD_INPUT, INTERRUPTED, PIPE_CLOSED
 from .output import one_line
 
 PROGRAM = "dasllama-torch"
 COMMANDS = {
     "run": run,
+    "chat": chat,
     "bench": bench,
     "pull": pull,
     "list": catalogue,

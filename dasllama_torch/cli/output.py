@@ -1,16 +1,24 @@
 """What is shown to people: nothing in it commands their terminal."""
 
 import contextlib
+import re
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dasllama_torch.engine.session import Stats
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
+
 
 def printable(text: str, keep: str = "") -> str:
     """Text with control characters escaped, but for those to keep: files may hold codes that command a terminal."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_controls(text: str) -> str:
+    """Text of several lines with control characters escaped: what people and models write keeps all its other ones."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
