@@ -3,6 +3,7 @@ or refuses a message leaves a conversation that can go on."""
 
 import copy
 import json
+from typing import Literal
 
 import chat_models
 import pytest
@@ -657,6 +658,61 @@ def test_a_constraint_begins_behind_the_reasoning(chat, template, thinking, reas
             assert c.reply.finish_reason == "length"
         c.undo()
     assert (reasoned > 0) == reasons
+
+
+def test_no_calls_where_none_are_wanted(chat):
+    c = chat(tools=[get_weather])
+    c.add_user("Weather?")
+    script(c, chat_models.encode(c, CALL), "<|im_end|>")
+    assert text(c.respond(tool_choice="none")) == CALL
+    assert (c.reply.calls, c.reply.finish_reason) == ((), "stop")
+
+
+@pytest.mark.parametrize("template", [QWEN2, QWEN3, "Qwen3.5-4B", GPT_OSS, GEMMA4, LLAMA, "GLM-4.6"])
+@pytest.mark.parametrize("choice", ["required", "set_days"])
+def test_a_call_is_made_where_one_is_wanted(chat, template, choice):
+    """By a model that knows nothing, behind its reasoning where it has any."""
+
+    def set_days(days: Literal[1, 2]):
+        """Sets days."""
+
+    def stop():
+        """Stops."""
+
+    c = chat(template, tools=[set_days, stop])
+    c.add_user("Two days.")
+    for seed in range(20):
+        c.messages = c.messages[:1]
+        list(c.respond(dl.SamplingParams(temp=1.0, seed=seed), max_tokens=400, tool_choice=choice))
+        if c.reply.finish_reason == "length":
+            continue  # it reasons without end
+        assert c.reply.finish_reason == "tool_calls"
+        assert c.reply.content == ""
+        for call in c.reply.calls:
+            assert call.name in ("set_days", "stop") if choice == "required" else call.name == "set_days"
+            assert call.arguments in ({"days": 1}, {"days": 2}) if call.name == "set_days" else {}
+        break
+    else:
+        pytest.fail("no reply has ended")
+    c.add_tool_results(["ok"] * len(c.reply.calls))
+    c.render_turn()
+
+
+@pytest.mark.parametrize(
+    ("declared", "choice", "constraint", "message"),
+    [
+        (True, "fly", None, "'fly', wanted 'required' or one of get_weather"),
+        (False, "required", None, "no tools are declared"),
+        (True, "required", "a", "wanted one of both"),
+    ],
+)
+def test_wrong_choices_are_refused(chat, declared, choice, constraint, message):
+    c = chat(tools=[get_weather] if declared else [])
+    c.add_user("Hello")
+    params = dl.SamplingParams(constraint=constraint and dl.Constraint.regex(constraint))
+    with pytest.raises(ValueError, match=message):
+        list(c.respond(params, tool_choice=choice))
+    assert (c.reply, len(c.messages)) == (None, 1)
 
 
 # ---- what a template refuses ----------------------------------------------------------------------------------------

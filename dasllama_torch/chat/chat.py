@@ -392,8 +392,8 @@ class Chat:
 
     def _ids(self, names: Sequence[str]) -> frozenset[int]:
         """Of special tokens that the vocabulary has."""
-        known = [name for name in names if name in self.template.special_types]
-        return frozenset(token for name in known for token in self.tokenizer.encode_segments([(name, True)]))
+        ids = self.tokenizer.special_ids()
+        return frozenset(ids[name] for name in names if name in ids)
 
     def _need_session(self) -> "Session":
         if self.session is None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .thinking import Harmony, NoReasoning, ReasoningFormat, Tagged
-from .tools import ToolFormat
+from .tools import ToolFormat, choice_grammar
 
 if TYPE_CHECKING:
     from dasllama_torch.constraints import Constraint
@@ -29,8 +29,6 @@ def constraint_of_choice(
     if form is None or not tools:
         raise ValueError(f"tool_choice is {choice!r}, and no tools are declared: wanted set_tools first")
     from dasllama_torch.constraints import Constraint
-
-    from .tools import choice_grammar
 
     return Constraint.lark(choice_grammar(form, tools, choice, special_ids))
 
