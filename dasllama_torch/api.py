@@ -5,8 +5,9 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
+from dasllama_torch.chat.chat import Chat
+from dasllama_torch.chat.template import ChatTemplate
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
-from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, UnsupportedModel
+from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, TokenizerError, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
@@ -238,6 +241,48 @@ def create_session(
     if not 0 <= keep < n_ctx:
         raise ValueError(f"keep is {keep}, wanted 0 to {n_ctx - 1}: n_ctx has to leave room for others")
     return Session(model, pool, n_ctx, rewind, prefix_cache, on_full, keep)
+
+
+def create_chat(
+    model: CausalLM,
+    system: str | None = None,
+    *,
+    session: Session | None = None,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable] = (),
+    thinking: bool | str | None = None,
+    **how: Any,
+) -> Chat:
+    """A conversation with the model, see `Chat`.
+
+    system: the system message. session: where it is evaluated, whatever that holds so far; None: a new one, which `how`
+    goes to as to `create_session` (kv_dtype, n_ctx, prefix_cache, ...). chat_template: Jinja in place of the file's, as
+    in `ChatTemplate.from_metadata`. tools, thinking: as in `set_tools` and `set_thinking`. Raises TemplateError for a
+    file without a template whose family is not known, and where the template has no place for a system message;
+    TokenizerError for a file without a vocabulary; UnsupportedModel for what the model cannot do.
+    """
+    if session is not None and how:
+        raise ValueError(f"{', '.join(how)}: the session that is given has its own")
+    chat = create_chat_renderer(model, system, chat_template=chat_template, tools=tools, thinking=thinking)
+    chat.session = create_session(model, **how) if session is None else session
+    return chat
+
+
+def create_chat_renderer(
+    model: CausalLM,
+    system: str | None = None,
+    *,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable] = (),
+    thinking: bool | str | None = None,
+) -> Chat:
+    """`create_chat` without a session: it makes prompts, takes replies apart and holds no memory. `Chat.session` may be
+    set later on."""
+    template = ChatTemplate.from_metadata(model.metadata, model.tokenizer, chat_template=chat_template)
+    if not model.tokenizer.has_vocab:
+        raise TokenizerError(f"{model.metadata.origin}: the file has no vocabulary, wanted one to chat in")
+    architecture = model.metadata.architecture
+    return Chat(template, model.tokenizer, architecture, system=system, tools=tools, thinking=thinking)
 
 
 def create_prefix_cache(
