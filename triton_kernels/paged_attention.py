@@ -162,7 +162,7 @@ def combine_kernel(
 
 def _tile(T: int, S: int, gp: int) -> tuple[int, int, int]:
     """BM, warps, stages. About a row of each sequence is decode, where a tile of rows would have many sequences."""
-    return (1, 4, 3) if T <= 2 * S else (ROWS // gp, 4, 3)
+    return (1, 4, 2) if T <= 2 * S else (ROWS // gp, 4, 3)
 
 
 def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
