@@ -157,7 +157,8 @@ def experts(types: list[int], copied: float, product: float) -> None:
                 kernel = next(iter(report()["expert_linear"]))
                 print(
                     f"{ggml_types.GGML_TYPES[qtype].name:8} {E:4} / {k} {N:6} {K:6} {T:6} {spent * 1e6:8.1f} "
-                    f"{rate / 1e9:7.0f} {rate / copied:8.0%} {products / 1e12:8.1f} {products / product:8.0%}  {kernel}",
+                    f"{rate / 1e9:7.0f} {rate / copied:8.0%} {products / 1e12:8.1f} {products / product:8.0%}  "
+                    f"{kernel}",
                     flush=True,
                 )
 
