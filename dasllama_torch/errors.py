@@ -42,6 +42,11 @@ class KernelError(DasllamaError):
     """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
 
 
+class FolderError(DasllamaError):
+    """A folder holds no model of transformers that can be read: a file is missing, broken or does not fit the
+    others."""
+
+
 class DownloadError(DasllamaError):
     """A model could not be fetched, or what arrived does not match its checksum."""
 

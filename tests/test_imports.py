@@ -31,7 +31,7 @@ LEAVES = {
     "device_memory": {"errors"},
     "threads": set(),
     "tables": set(),
-    "gguf": {"errors", "memory", "ops.ggml_types"},
+    "gguf": {"errors", "memory", "ops.ggml_types", "threads"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},

@@ -3,7 +3,7 @@
 import hf_twin
 import pytest
 import torch
-from families import TINY
+from families import GRAPHS
 from test_invariants import text
 from tolerances import FP32_LOGITS
 
@@ -54,7 +54,7 @@ def assert_close(found, wanted):
     assert (found - wanted).abs().max() <= FP32_LOGITS * wanted.std()
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_what_changes_nothing_changes_nothing(name, q8_0):
     """To the bit, at every place, in prompts and single steps."""
     model = dl.load_model(q8_0(name))

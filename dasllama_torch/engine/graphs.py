@@ -45,16 +45,17 @@ _profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
-def run(sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor] | None:
+def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) -> list[Tensor] | None:
     """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: logits f32 [V] of each.
 
-    None, and nothing done, if no recorded step may do it. The results are those of the modules, to the bit.
+    None, and nothing done, if no recorded step may do it, or without `record` if none stands ready. The results are
+    those of the modules, to the bit.
     """
     model, pool = sessions[0].model, sessions[0].pool
     on_cpu = pool.device.type == "cpu"
     if not enabled or len(ids) > (MAX_ROWS if on_cpu else MAX_CAPTURED_ROWS) or is_watched():
         return None
-    return _steps_of(model).run(model, pool, sessions, ids)
+    return _steps_of(model).run(model, pool, sessions, ids, record)
 
 
 def sharing(model: "CausalLM"):
@@ -116,11 +117,11 @@ class _RecordedSteps:
         self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
-    def run(self, model, pool, sessions, ids) -> list[Tensor] | None:
+    def run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            return self._run(model, pool, sessions, ids)
+            return self._run(model, pool, sessions, ids, record)
         finally:
             self.lock.release()
 
@@ -134,13 +135,13 @@ class _RecordedSteps:
         self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _run(self, model, pool, sessions, ids) -> list[Tensor] | None:
+    def _run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
         self.refresh()
         rows = 1 << (len(ids) - 1).bit_length()
         step = self.steps.get((pool, rows))
         if step is not None and step.serves(sessions):
             return step.run(model, sessions, ids)
-        if self.obstacle and self.obstacle.lasting:
+        if not record or (self.obstacle and self.obstacle.lasting):
             return None
         self.look_at(model)
         if not self.clear:

@@ -68,25 +68,22 @@ class StepBuffers:
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
         n, rows = len(ids), self.rows
-        rows["input_ids"][0, :n], rows["input_ids"][0, n:] = ids, 0
-        rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
-        for i, session in enumerate(sessions):
-            at = session.n_past
+        if n < len(rows["row_seq"]):
+            for name, values in rows.items():
+                if name == "input_ids":
+                    values[0, n:] = 0
+                elif not name.startswith("block_table"):
+                    values[n:] = 0 if name in ("positions", "row_context", "row_pos", "row_end") else -1
+        for i, (session, token) in enumerate(zip(sessions, ids, strict=True)):
+            at, sequence = session.n_past, session.sequence
+            rows["input_ids"][0, i], rows["row_seq"][i] = token, i
             rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
             rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
             if "state_slots" in rows:
-                rows["state_slots"][i] = session.sequence.state
-        for name in ("positions", "row_pos", "row_end", "row_context"):
-            rows[name][n:] = 0
-        if "state_slots" in rows:
-            rows["state_slots"][n:] = -1
-        for group in range(len(self.step.tables)):
-            slots, blocks = rows[f"slots{group}"], rows[f"block_table{group}"]
-            slots[n:] = -1
-            for i, session in enumerate(sessions):
-                pages = session.sequence.tables[group]
-                blocks[i, : len(pages)] = pages
-                slots[i] = session.sequence.slot(group, session.n_past)
+                rows["state_slots"][i] = sequence.state
+            for group, pages in enumerate(sequence.tables):
+                rows[f"block_table{group}"][i, : len(pages)] = pages
+                rows[f"slots{group}"][i] = sequence.slot(group, at)
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
 
