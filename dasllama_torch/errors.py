@@ -22,6 +22,10 @@ class OutOfPages(DasllamaError):
     """The KV pool has no free page left; the session keeps what it held before the call."""
 
 
+class OutOfMemory(DasllamaError):
+    """A device has less memory left than a model's weights take; nothing was moved there."""
+
+
 class ContextFull(DasllamaError):
     """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
 
@@ -36,6 +40,11 @@ class SessionFileError(DasllamaError):
 
 class KernelError(DasllamaError):
     """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
+
+
+class FolderError(DasllamaError):
+    """A folder holds no model of transformers that can be read: a file is missing, broken or does not fit the
+    others."""
 
 
 class DownloadError(DasllamaError):

@@ -99,3 +99,7 @@ class Step:
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
+
+    def forget(self) -> None:
+        """The tensors are about to change, for another forward: what layers have shared does not hold for it."""
+        self._once.clear()

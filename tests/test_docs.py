@@ -36,6 +36,31 @@ def test_the_worked_example_is_what_the_family_says():
     assert '"smollm3": ("smollm3", "SmolLM3")' in registry
 
 
+def test_the_verbs_of_chat_are_there():
+    import dasllama_torch as dl
+    from dasllama_torch.chat.thinking import ThinkStream
+
+    rows = re.findall(r"^\| `\w+` \| `(\w+)\.(\w+)`", (ROOT / "docs" / "chat.md").read_text(), re.M)
+    assert len(rows) == 21
+    owners = {"dl": dl, "Chat": dl.Chat, "ThinkStream": ThinkStream}
+    for owner, name in rows:
+        assert callable(getattr(owners[owner], name)), name
+
+
+def test_the_page_about_chat_runs(demo_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "chat.md").read_text(), re.S | re.M):
+        exec(compile(block, "chat.md", "exec"), namespace)
+    first, second = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert "Paris" in first
+    assert second.endswith(" None")
+    chat = namespace["chat"]
+    chat.add_user("Thank you.")
+    assert namespace["converse"](chat) == chat.messages[-1]["content"]
+
+
 def test_the_python_of_the_page_on_inspection_runs(demo_model, tmp_path, monkeypatch, capsys):
     (tmp_path / "model.gguf").symlink_to(demo_model)
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from families import TINY
-from hf_pairs import hf_weights, live_pair
+from hf_pairs import CASES, hf_weights, live_pair
 from test_module_paths import hf_model
 from tolerances import FP32_LOGITS, GRADIENT
 
@@ -26,7 +26,6 @@ WATCHED = (
     *PROJECTIONS, *ROUTERS, "norm", "layernorm", "embed_tokens", "lm_head", "mlp", "self_attn", "linear_attn",
     "experts", "shared_expert",
 )  # fmt: skip
-CASES = [name for name in TINY if name not in ("gemma2_27b", "phi3_longrope")]
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import TINY
+from families import GRAPHS
 from hf_pairs import live_pair
 from test_invariants import text
 from tolerances import FP32_LOGITS
@@ -69,7 +69,7 @@ def test_of_a_session(load):
     assert (found.logits - wanted).abs().max() <= FP32_LOGITS * wanted.std()
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_parts_sum_to_the_logit(name, oracle):
     model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32")
     logits, cache = dl.run_with_cache(model, IDS, "lm_head")

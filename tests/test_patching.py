@@ -3,7 +3,7 @@
 import hf_twin
 import pytest
 import torch
-from families import TINY
+from families import GRAPHS
 from test_invariants import text
 from tolerances import FP32_LOGITS
 
@@ -54,7 +54,7 @@ def assert_close(found, wanted):
     assert (found - wanted).abs().max() <= FP32_LOGITS * wanted.std()
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_what_changes_nothing_changes_nothing(name, q8_0):
     """To the bit, at every place, in prompts and single steps."""
     model = dl.load_model(q8_0(name))
@@ -112,6 +112,9 @@ def test_steering_is_the_hook_that_one_would_write(twin, model, vector):
         found = [token for token, _ in session.generate(IDS[:6], max_tokens=12)]
         assert torch.equal(session.logits, wanted[-2])
     assert found == wanted[:12].argmax(-1).tolist()
+    with dl.steer(model, 1, vector, 2.0):
+        of_hf = model.generate(torch.tensor([IDS[:6]]), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    assert of_hf[0, 6:].tolist() == found
     with dl.create_session(model) as session:
         assert not torch.equal(loop(session, 12), wanted)
     assert hooks_of(model) == []

@@ -85,19 +85,23 @@ def test_the_kernel_draws_from_the_candidates(isa, params, n):
 
 @pytest.mark.parametrize(
     "params",
-    [dict(top_k=40), dict(top_k=5000), dict(top_p=0.95), dict(top_p=0.3), dict(min_p=0.3), dict(top_k=900, top_p=0.5)],
+    [
+        *(dict(top_k=40), dict(top_k=5000), dict(top_p=0.95), dict(top_p=0.3), dict(min_p=0.3)),
+        *(dict(top_k=900, top_p=0.5), dict(top_p=0.95, min_p=0.1), dict(top_p=0.5, min_p=1e-4)),
+    ],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 def test_cuts_of_large_vocabularies(isa, params, spread):
     """Each draw falls where it should: nobody is missing before it, and nobody is there who should not be."""
     x = torch.randn(50_001, generator=torch.Generator().manual_seed(1)) * spread
     x[777] = x.max() + spread
-    params = dict(temp=1.0) | params
-    ids, probs = candidates(x, SamplingParams(**params))
+    seen = [777, 5, 5, *range(1000, 50_000, 997)]
+    params = dict(temp=1.0, frequency_penalty=spread) | params
+    ids, probs = candidates(penalize(x, seen, SamplingParams(**params)), SamplingParams(**params))
     ids, order = ids.sort()
     ends = probs[order].cumsum(0)
     draws = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    drawn = torch.tensor([token(x, draw, **params) for draw in draws.tolist()])
+    drawn = torch.tensor([token(x, draw, seen[-64:], **params) for draw in draws.tolist()])
     at = torch.searchsorted(ids, drawn)
     assert torch.equal(ids[at], drawn)
     assert (ends[at] >= draws - EDGE).all()

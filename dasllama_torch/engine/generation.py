@@ -24,14 +24,19 @@ SEEDS = 1 << 62  # that samples without a seed of their own are given one of
 
 
 def generate(
-    session: "Session", given: Given, params: SamplingParams, max_tokens: int | None, whole: bool
+    session: "Session",
+    given: Given,
+    params: SamplingParams,
+    max_tokens: int | None,
+    whole: bool,
+    checkpoint: int | None,
 ) -> Iterator[tuple[int | None, str]]:
     """See `Session.generate`."""
     _check(session, params, max_tokens)
     if params.seed is not None:
         session.set_seed(params.seed)
     start = time.perf_counter()
-    _evaluate(session, given, whole)
+    _evaluate(session, given, whole, checkpoint)
     stream = Stream(session, params, max_tokens, start, _matcher(session, params))
     while not stream.ended:
         if pair := stream.step():
@@ -171,11 +176,11 @@ def _check(session: "Session", params: SamplingParams, max_tokens: int | None) -
             raise ConstraintError("the model has no vocabulary, which a constraint needs")
 
 
-def _evaluate(session: "Session", given: Given, whole: bool) -> None:
+def _evaluate(session: "Session", given: Given, whole: bool, checkpoint: int | None = None) -> None:
     """Bring a prompt into the session, whose stats begin anew."""
     start = time.perf_counter()
     if whole:
-        session.prefill(given)
+        session.prefill(given, checkpoint=checkpoint)
     else:
         session.stats = Stats(n_prompt=len(session.pending) + len(given))
         if len(given) or session.pending:

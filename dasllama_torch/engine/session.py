@@ -77,7 +77,7 @@ class Session:
         """
         return eval_batch([self], [ids], logits)[0]
 
-    def prefill(self, prompt: Sequence[int | Embeddings]) -> Tensor:
+    def prefill(self, prompt: Sequence[int | Embeddings], *, checkpoint: int | None = None) -> Tensor:
         """Make a prompt all that the session holds, and return the logits f32 [V] after it: ids, and embeddings between
         them.
 
@@ -86,6 +86,9 @@ class Session:
         like `truncate`, so layers with a window or a recurrent state may have to go back further: to a checkpoint, to
         what a prefix cache keeps, or to the beginning. The last token is always evaluated, unless the session stands
         behind it already. `stats` counts both kinds.
+
+        checkpoint: where in the prompt to make one, in place of all that there are: before what the next prompt may not
+        hold. It is left out where the session stands behind that already.
 
         Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
         prompt.
@@ -103,7 +106,11 @@ class Session:
             stats.reused_tokens, self.pending = n, []
             return self.logits
         stats.reused_tokens, stats.first_difference = self._go_back(prompt)
-        *parts, last = prompt.rest(stats.reused_tokens)
+        if checkpoint is not None and stats.reused_tokens <= checkpoint < n:
+            for part in prompt.rest(self.n_past, checkpoint):
+                runner.run([self], [part], None)
+            self.sequence.checkpoint(alone=True)
+        *parts, last = prompt.rest(self.n_past)
         for part in parts:
             runner.run([self], [part], None)
         (logits,) = runner.run([self], [last], "last")
@@ -217,6 +224,11 @@ class Session:
         self._check_open()
         session_file.save(self, path)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether `truncate` reaches every position, however long ago: no layer has a window or a recurrent state."""
+        return not self.pool.states and not any(group.window for group in self.pool.groups)
+
     def checkpoint(self) -> None:
         """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
         the pages that windows see from here. Raises OutOfPages."""
@@ -321,10 +333,12 @@ class Session:
         max_tokens: int | None = None,
         *,
         whole: bool = False,
+        checkpoint: int | None = None,
     ) -> Iterator[tuple[int | None, str]]:
         """Evaluate ids, or embeddings, then yield (token id, text) until something ends the text: an end-of-generation
         token, what the params say, max_tokens, or the context's end, over which a session that shifts goes on.
-        `stats.stop` says what it was. whole: ids are all that the session shall hold, see `prefill`.
+        `stats.stop` says what it was. whole: ids are all that the session shall hold, and
+        checkpoint is a place in them, see `prefill`.
 
         An end-of-generation token and the params' stop_ids end the stream and are not part of it. A stop string ends it
         when its last character has come, also in the middle of a token: the text ends before it, while the tokens that
@@ -343,7 +357,7 @@ class Session:
         Raises ContextFull if the ids do not fit, ConstraintError if the vocabulary cannot spell what has to come, and
         ValueError for ids of the params that it lacks.
         """
-        return generation.generate(self, ids, params or SamplingParams(), max_tokens, whole)
+        return generation.generate(self, ids, params or SamplingParams(), max_tokens, whole, checkpoint)
 
     def generate_n(
         self,

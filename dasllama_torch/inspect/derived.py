@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dasllama_torch.modules.attention import PagedAttention
-from dasllama_torch.ops.kv_codecs import KV_CODECS, KVCodec
 from dasllama_torch.ops.paged_attention import weigh_row
 from dasllama_torch.step import Step
 
@@ -26,49 +25,40 @@ def normalized(norm: nn.Module, args: tuple, step: Step) -> Tensor:
 
 
 def pattern(attn: PagedAttention, args: tuple, step: Step) -> tuple[Tensor, Tensor | None]:
-    """Probabilities f32 [..., H, S] of the S keys in each row's sequence, by position, and what goes to the head's
-    sink, f32 [..., H]; None if there are no sinks. They sum to 1, and to 0 for an inert row.
+    """Probabilities f32 [B, T, H, S] of the S keys in each row's sequence, by position, and what goes to the head's
+    sink, f32 [B, T, H]; None if there are no sinks. They sum to 1, and to 0 for an inert row.
 
-    By the formula of ops/paged_attention.py on the queries that attn is given and, with a cache, on the keys as it
-    keeps them, which a row's window still shows: no kernel keeps probabilities.
+    No kernel keeps them, so they are computed from the queries that attn is given and, with a cache, from the keys as
+    it keeps them: those that a row's window still shows.
     """
-    q, k, _, _, *rest = args
+    q, _, _, _, *rest = args
     sinks = rest[0] if rest else None
-    rows, row_seq, row_pos = q.reshape(-1, *q.shape[-2:]).float(), step.row_seq.tolist(), step.row_pos.tolist()
-    row_end = attn.row_end(step).tolist()
-    extra = sinks is not None
-    found = rows.new_zeros(
-        *rows.shape[:2], max((e for s, e in zip(row_seq, row_end, strict=True) if s >= 0), default=0)
-    )
-    to_sinks = rows.new_zeros(rows.shape[:2])
-    begins = [max(0, pos + 1 - attn.window) if attn.window else 0 for pos in row_pos]
-    for seq in sorted({seq for seq in row_seq if seq >= 0}):
-        members = [t for t, other in enumerate(row_seq) if other == seq]
-        first, end = min(begins[t] for t in members), max(row_end[t] for t in members)
-        at, keys, codec = _keys(attn, k, step, seq, first, end)
-        for t in members:
-            seen = (at >= begins[t]) & (at < row_end[t])
-            shares = weigh_row(codec.dot(rows[t], keys[seen]), attn.scale, attn.softcap, sinks)[0]
-            found[t][:, at[seen]] = shares[:, : shares.shape[1] - extra]
-            if extra:
-                to_sinks[t] = shares[:, -1]
-    lead = q.shape[:-2]
-    return found.unflatten(0, lead), to_sinks.unflatten(0, lead) if extra else None
+    if step.cache is not None:
+        return _from_cache(attn, q, step, sinks)
+    weights = attn.probabilities(*args).transpose(1, 2)
+    live = (step.row_seq >= 0).view(*q.shape[:2], 1)
+    return weights, None if sinks is None else torch.where(live, 1 - weights.sum(-1), 0.0)
 
 
-def _keys(
-    attn: PagedAttention, k: Tensor | None, step: Step, seq: int, first: int, end: int
-) -> tuple[Tensor, Tensor, KVCodec]:
-    """Positions int64 [n] of a sequence's keys from `first` to `end`, the keys [n, G, row], and how they are kept."""
-    if step.cache is None:
-        k = step.kv[attn.source][0] if k is None else k
-        members = step.row_seq == seq
-        return step.row_pos[members].long(), k.reshape(-1, *k.shape[-2:])[members].float(), KV_CODECS["f32"]
+def _from_cache(attn: PagedAttention, q: Tensor, step: Step, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`pattern` by the formula of ops/paged_attention.py, row by row: a query is rounded as its codec says."""
     cache = step.cache[attn.source]
-    at = torch.arange(first, end, device=cache.k.device)
-    pages = step.tables[cache.group].block_table[seq].long()
-    R = cache.k.shape[2]
-    return at, cache.k[pages[at // R], :, at % R], cache.k_codec
+    table, R = step.tables[cache.group].block_table.long(), cache.k.shape[2]
+    rows = q.reshape(-1, *q.shape[-2:]).float()
+    ends = attn.row_end(step).tolist()
+    weights = rows.new_zeros(*rows.shape[:2], max(ends))
+    to_sinks = rows.new_zeros(rows.shape[:2])
+    for t, (seq, pos, end) in enumerate(zip(step.row_seq.tolist(), step.row_pos.tolist(), ends, strict=True)):
+        if seq < 0:
+            continue
+        at = torch.arange(max(0, pos + 1 - attn.window) if attn.window else 0, end, device=q.device)
+        keys = cache.k[table[seq, at // R], :, at % R]  # [n, G, row]
+        shares, _ = weigh_row(cache.k_codec.dot(rows[t], keys), attn.scale, attn.softcap, sinks)
+        weights[t][:, at] = shares[:, : len(at)]
+        if sinks is not None:
+            to_sinks[t] = shares[:, -1]
+    lead = q.shape[:-2]
+    return weights.unflatten(0, lead), None if sinks is None else to_sinks.unflatten(0, lead)
 
 
 DERIVED: dict[str, Callable[[Any, tuple, Step], Any]] = {"scale": scale, "normalized": normalized, "pattern": pattern}
