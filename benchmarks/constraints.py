@@ -2,9 +2,10 @@
 
     python benchmarks/constraints.py smollm2.gguf
 
-Two sessions generate --tokens tokens each at temperature 1, one with the constraint and one without, by turns of a step,
---rounds times on one thread. step: median milliseconds of a step. ratio: with by without. mask: median microseconds of
-computing a mask, part of a step. begin: milliseconds from the constraint to its first mask, once per text.
+Two sessions generate --tokens tokens each at temperature 1, one with the constraint and one without, a step each by
+turns, --rounds times on one thread. step: median milliseconds of a step. ratio: with by without. mask: median
+microseconds of computing a mask, part of a step. begin: milliseconds from the constraint to its first mask, once per
+text.
 """
 
 import argparse

@@ -172,8 +172,8 @@ class Matcher:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A tokenizer as llguidance takes it. size: V. eog_ids: int64 [n]. end: int32 [1, words], the mask of the one end of
-    generation that llguidance knows."""
+    """A tokenizer as llguidance takes it. size: V. eog_ids: int64 [n]. end: int32 [1, words], the mask that has nothing
+    but the one end of generation that llguidance knows."""
 
     tokens: Any
     size: int
