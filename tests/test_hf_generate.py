@@ -1,5 +1,7 @@
 """`model.generate` against transformers': the same tokens, the same distribution, the same shapes."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -156,12 +158,16 @@ def test_a_config_of_transformers(llama):
     config = transformers.GenerationConfig(max_new_tokens=5, repetition_penalty=1.3, eos_token_id=2, pad_token_id=0)
     wanted = hf.generate(x[:1], generation_config=config)
     assert torch.equal(model.generate(x[:1], generation_config=config), wanted)
-    model.generation_defaults = {"max_new_tokens": 5, "repetition_penalty": 1.3, "transformers_version": "5.24.0"}
+    plain = model.generation_config
+    assert plain.max_new_tokens is None
+    copy.copy(plain).max_new_tokens = 3
+    assert plain.to_diff_dict() == {}
+    model.generation_config = config
     try:
-        assert torch.equal(model.generate(x[:1], eos_token_id=2), wanted)
+        assert torch.equal(model.generate(x[:1]), wanted)
         assert model.generate(x[:1], max_new_tokens=2).shape[1] == 11
     finally:
-        model.generation_defaults = {}
+        model.generation_config = plain
 
 
 def test_processors_criteria_and_streamers(llama):

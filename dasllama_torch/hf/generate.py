@@ -110,7 +110,7 @@ def generate(
     """See `CausalLM.generate`. open_session: of n_ctx and kv_dtype."""
     given = inputs if input_ids is None else input_ids
     ids = _ids(inputs, input_ids)
-    options = Options.of(model.generation_defaults, _as_dict(generation_config), settings)
+    options = Options.of(_as_dict(model.generation_config), _as_dict(generation_config), settings)
     ends = _ends(model, options)
     pad = _pad(model, options, ends)
     real = _real(ids, attention_mask, pad, ends)
