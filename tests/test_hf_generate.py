@@ -213,6 +213,8 @@ def test_what_is_not_implemented_is_refused_by_name(llama):
         model.generate(x, max_tokens=3)
     with pytest.raises(ValueError, match="temperature is 0"):
         model.generate(x, do_sample=True, temperature=0)
+    with pytest.raises(ValueError, match="num_return_sequences is 2"):
+        model.generate(x, num_return_sequences=2)
     with pytest.raises(ValueError, match="top_p is 2"):
         model.generate(x, do_sample=True, top_p=2.0)
     with pytest.raises(ValueError, match="without any token"):
