@@ -368,3 +368,29 @@ def test_a_terminal_that_lacks_a_character_is_no_error(small):
     )
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: 'gr\\xf6\\xdfe.gguf' is no file")
+
+
+def test_run_writes_what_a_constraint_admits_and_ends_before_a_stop_string(capsys, tmp_path, demo_model):
+    schema, gbnf, lark = (tmp_path / name for name in ("s.json", "g.gbnf", "g.lark"))
+    schema.write_text('{"enum": ["red", "green"]}')
+    gbnf.write_text('root ::= "yes" | "no"')
+    lark.write_text('start: "yes" | "no"')
+    for options, wanted in (
+        (["--json-schema", str(schema)], {'"red"', '"green"'}),
+        (["--grammar", str(gbnf)], {"yes", "no"}),
+        (["--grammar", str(lark)], {"yes", "no"}),
+        (["--regex", "1[0-9]{3}"], {str(year) for year in range(1000, 2000)}),
+    ):
+        assert run("run", demo_model, "The answer is", "-n", "20", *options) == 0
+        out, err = capsys.readouterr()
+        assert out.removesuffix("\n") in wanted
+        assert err.endswith("ended by constraint\n")
+    assert run("run", demo_model, "The capital of France is", "-n", "20", "--stop", "is", "--stop", "ari") == 0
+    out, err = capsys.readouterr()
+    assert out == " P\n"
+    assert err.endswith("ended by stop\n")
+    assert "wanted one of" in fails(capsys, "run", demo_model, "x", "--regex", "a", "--grammar", str(gbnf))
+    assert "refused" in fails(capsys, "run", demo_model, "x", "--regex", "(")
+    gbnf.write_bytes(b"root ::= \xff")
+    assert "not UTF-8" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
+    assert "No such file" in fails(capsys, "run", demo_model, "x", "--json-schema", str(tmp_path / "none.json"))

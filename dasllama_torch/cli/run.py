@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .constraint import GrammarOption, JsonSchemaOption, RegexOption, constraint
 from .exits import INTERRUPTED
 from .models import load, start_torch
 from .options import (
@@ -39,6 +40,12 @@ def command(
     min_p: MinPOption = 0.0,
     repeat_penalty: RepeatPenaltyOption = 1.0,
     seed: SeedOption = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string before which the text ends; may be given several times.")
+    ] = None,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     ctx: CtxOption = None,
@@ -51,7 +58,14 @@ def command(
     text = read_text(prompt)
     start_torch(threads)
     params = sampling_params(
-        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=seed,
+        stop=stop or (),
+        constraint=constraint(json_schema, regex, grammar),
     )
     loaded, _ = load(model, mode)
     ids = loaded.encode(text)

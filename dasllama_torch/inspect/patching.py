@@ -37,7 +37,7 @@ def patch(
       a tensor with one more dim, [T, C], or two, [B, T, C], as an `ActivationCache` holds it: row t is for position t
       of its sequence, and rows beyond T stay as they are, unless `positions` names one of them.
     positions: a sequence's own, from 0: one, several, a slice (`slice(5, None)`: 5 and what follows), or None for all.
-    In a batch with padding they count it, as transformers' do. sessions: rows of these only; None: all.
+    Without a cache they count padding, as transformers' do. sessions: rows of these only; None: all.
 
     Contexts nest: what the inner one is given has been replaced by the outer one. What a session evaluates meanwhile
     stays in its cache. Modules run one by one under a patch; results with functions that change nothing are the same to
