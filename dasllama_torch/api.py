@@ -103,7 +103,10 @@ def load_model(
 
 def _device(name) -> torch.device:
     """The device that is named, which must be there and have kernels."""
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise KernelError(f"device {name!r} is unknown, wanted 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu' or 'cuda'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

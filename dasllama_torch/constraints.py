@@ -47,10 +47,12 @@ class Constraint:
     """A language of texts. A value, of no model: `matcher` binds it to a tokenizer.
 
     grammar: in llguidance's dialect of Lark (its docs/syntax.md). `<name>` in it is the special token of that name, and
-    `%json {...}` a JSON schema. Raises ConstraintError for one that is broken or too large.
+    `%json {...}` a JSON schema. before: what comes before a text of the language, such as a model's reasoning, as an
+    expression of that dialect. Raises ConstraintError for a grammar that is broken or too large.
     """
 
     grammar: str
+    before: str = ""
 
     def __post_init__(self):
         if len(self.grammar) > MAX_CHARACTERS:
@@ -119,8 +121,9 @@ class Matcher:
     def __init__(self, constraint: Constraint, tokenizer: Tokenizer, leading_space: bool = False):
         llguidance = _llguidance()
         self._vocabulary = _vocabulary(tokenizer)
-        start = '" " @text' if leading_space else "@text"
-        grammars = [{"lark_grammar": f"{EXACT}start: {start}"}, {"name": "text", "lark_grammar": constraint.grammar}]
+        space = '" "' if leading_space else ""  # behind a special token, too
+        start = f"{EXACT}start: {constraint.before} {space} @text"
+        grammars = [{"lark_grammar": start}, {"name": "text", "lark_grammar": constraint.grammar}]
         self._words = np.zeros_like(self._vocabulary.end)
         self._matcher = llguidance.LLMatcher(
             self._vocabulary.tokens, json.dumps({"grammars": grammars}), log_level=0, limits=_limits(llguidance)

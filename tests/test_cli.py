@@ -117,6 +117,14 @@ def test_an_architecture_that_is_not_implemented_is_one_line(capsys, small):
     assert "architecture 'nosuch' is not implemented; implemented: " in fails(capsys, "run", small, "text")
 
 
+@pytest.mark.parametrize(
+    ("device", "wanted"),
+    [("nosuch", "is unknown, wanted 'cpu' or 'cuda'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
+)
+def test_a_device_that_cannot_serve_is_one_line(capsys, small, device, wanted):
+    assert f"device {device!r} {wanted}" in fails(capsys, "run", small, "text", "--device", device)
+
+
 def test_text_for_a_file_without_a_vocabulary_is_one_line(capsys, oracle):
     for command in ("run", "tokenize"):
         assert "no vocabulary" in fails(capsys, command, oracle / "tiny/llama.gguf", "text")

@@ -51,12 +51,12 @@ def same_until_a_near_tie(found, wanted, scores) -> bool:
     return True
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_greedy(pair, penalty):
+def test_greedy(pair):
+    """With a penalty; `test_a_batch` has none."""
     model, hf, case = pair
     x, mask = prompts()
     x[:, 0] = torch.where(mask[:, 0] == 0, x[0, 3], x[:, 0])  # padding that is penalized by transformers, or not at all
-    how = HOW | dict(attention_mask=mask, repetition_penalty=penalty, do_sample=False)
+    how = HOW | dict(attention_mask=mask, repetition_penalty=1.7, do_sample=False)
     found = model.generate(x, **how)
     for row in range(3):  # transformers penalizes padding, so row by row
         real = mask[row].bool()
@@ -213,6 +213,8 @@ def test_what_is_not_implemented_is_refused_by_name(llama):
         model.generate(x, max_tokens=3)
     with pytest.raises(ValueError, match="temperature is 0"):
         model.generate(x, do_sample=True, temperature=0)
+    with pytest.raises(ValueError, match="num_return_sequences is 2"):
+        model.generate(x, num_return_sequences=2)
     with pytest.raises(ValueError, match="top_p is 2"):
         model.generate(x, do_sample=True, top_p=2.0)
     with pytest.raises(ValueError, match="without any token"):

@@ -207,6 +207,8 @@ def test_a_batch_of_sequences(model):
                 assert_close(found[i], forward(model, ids))
     with dl.patch(model, {name: both[name]}), pytest.raises(ValueError, match="for 2 sequences"), torch.no_grad():
         model(torch.tensor([IDS, IDS, IDS]))
+    with dl.patch(model, {name: both[name]}), pytest.raises(ValueError, match="sessions have no order"):
+        in_session(model, IDS)
 
 
 def test_only_what_is_generated(model, vector):
@@ -300,6 +302,8 @@ def test_what_is_refused(load):
         dl.patch(model, {"model.layers.0.mlp.experts.down_proj": lambda x: x[..., :3]}),
         pytest.raises(ValueError, match="in its place, found"),
     ):
+        forward(model, IDS)
+    with dl.patch(model, {"hook_embed": lambda x: None}), pytest.raises(ValueError, match="found NoneType"):
         forward(model, IDS)
     assert hooks_of(model) == []
     assert issubclass(UnknownName, DasllamaError)

@@ -12,6 +12,7 @@ from .exits import INTERRUPTED
 from .models import load, start_torch
 from .options import (
     CtxOption,
+    DeviceOption,
     KVOption,
     KVType,
     MinPOption,
@@ -53,6 +54,7 @@ def command(
         bool, typer.Option("--shift", help="Go on past the context's end: forget the older half.")
     ] = False,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Continue a text. The continuation is streamed to standard output, the speeds go to standard error."""
     text = read_text(prompt)
@@ -67,7 +69,7 @@ def command(
         stop=stop or (),
         constraint=constraint(json_schema, regex, grammar),
     )
-    loaded, _ = load(model, mode)
+    loaded, _ = load(model, mode, device)
     ids = loaded.encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty, and this model starts with no token of its own")
