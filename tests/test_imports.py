@@ -19,7 +19,7 @@ ROWS = [
     {"engine"},
     {"inspect"},
     {"api"},
-    {"bench"},
+    {"bench", "export"},
     {"cli", "server"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
@@ -28,6 +28,7 @@ LEAVES = {
     "errors": set(),
     "memory": {"errors"},
     "threads": set(),
+    "tables": set(),
     "gguf": {"errors", "memory", "ops.ggml_types"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},

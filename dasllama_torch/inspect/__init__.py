@@ -1,0 +1,1 @@
+"""Looking into a model, and comparing it with another."""
