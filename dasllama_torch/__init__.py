@@ -41,7 +41,6 @@ _WHERE = {
     "evaluate": "inspect.evaluate",
     "Evaluation": "inspect.evaluate",
     "to_hf": "export.weights",
-    "save_safetensors": "export.folder",
     "requantize": "export.requantize",
     "packed_transformers": "export.packed",
     "pack": "export.packed",

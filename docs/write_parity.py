@@ -17,8 +17,8 @@ Written by `docs/write_parity.py` from what `tests/test_parity.py` measures.
 
 Every architecture in every tensor type, against transformers 5.24 in f32 on the dequantized weights. Each model has two
 to six layers of random weights, 256 wide, made by the same seed for all types; two sequences of 24 tokens go through
-both. Rows that are no multiple of a type's block (few: convolutions, some heads) are Q8_0 or F32, as in real files. What
-published models and longer texts give stands in [families](families.md) and in `tests/test_oracle_real.py`.
+both. Rows that are no multiple of a type's block (few: convolutions, some heads) are Q8_0 or F32, as in real files.
+What published models and longer texts give stands in [families](families.md) and in `tests/test_oracle_real.py`.
 
 """
 # mode -> what is measured, in which unit, and how that is written

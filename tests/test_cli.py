@@ -139,8 +139,9 @@ def test_help_and_version(capsys):
 
 def test_choices_are_those_of_the_api():
     from dasllama_torch import api
+    from dasllama_torch.cli.options import Mode
 
-    assert tuple(mode.value for mode in cli.Mode) == api.MODES
+    assert tuple(mode.value for mode in Mode) == api.MODES
 
 
 def test_list_and_pull(capsys, monkeypatch, tmp_path):

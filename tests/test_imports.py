@@ -17,9 +17,10 @@ ROWS = [
     {"arch", "towers"},
     {"speculative"},
     {"engine"},
+    {"hf"},
     {"inspect"},
     {"api"},
-    {"bench", "export"},
+    {"auto", "bench", "export"},
     {"cli", "server"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}

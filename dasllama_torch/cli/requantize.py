@@ -14,9 +14,9 @@ from .output import show_table, status
 def command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(help="The file to write.")],
-    kind: Annotated[str | None, typer.Option("--type", help="Of all matrices, such as Q8_0; else they keep theirs.")] = None,
+    kind: Annotated[str | None, typer.Option("--type", help="Of all matrices, such as Q8_0; else as they are.")] = None,
     tensor: Annotated[
-        list[str] | None, typer.Option("--tensor", help="PATTERN=TYPE for some, as 'blk.*.ffn_down*=Q8_0'; first match.")
+        list[str] | None, typer.Option("--tensor", help="PATTERN=TYPE for some, as '*ffn_down*=Q8_0'; first match.")
     ] = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,

@@ -25,7 +25,7 @@ from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.modules.causal_lm import CausalLM
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def packed_transformers(

@@ -3,8 +3,8 @@
     report = requantize("f32.gguf", "mixed.gguf", "Q4_0", {"blk.*.ffn_down.weight": "Q8_0", "output.weight": "F16"})
     print(report)      # of each tensor that changed: type before and after, error
 
-The types are those of `TYPES`: plain ones and blocks as the `gguf` package's quantizers write them, K-types and IQ4_NL as ggml
-(searched_types.py). One tensor is in memory at a time.
+The types are those of `TYPES`: plain ones and blocks as the `gguf` package's quantizers write them, K-types and IQ4_NL
+as ggml (searched_types.py). One tensor is in memory at a time.
 """
 
 import fnmatch
@@ -24,10 +24,10 @@ from dasllama_torch.export.searched_types import SEARCHED, pack
 from dasllama_torch.gguf.reader import GGUFFile, GGUFTensor
 from dasllama_torch.gguf.values import quote
 from dasllama_torch.gguf.writer import write_gguf_stream
-from dasllama_torch.tables import Table
 from dasllama_torch.ops import ggml_types as t
 from dasllama_torch.ops.dequantize import dequantize
 from dasllama_torch.ops.quantize import quantize
+from dasllama_torch.tables import Table
 
 _OURS = (t.F32, t.F16, t.BF16, t.Q4_0, t.Q8_0)  # what ops/quantize.py packs
 _GGUF_PY = (t.Q4_1, t.Q5_0, t.Q5_1, t.TQ1_0, t.TQ2_0, t.MXFP4)
@@ -35,7 +35,8 @@ TYPES = tuple(t.GGML_TYPES[qtype].name for qtype in (*_OURS, *_GGUF_PY, *SEARCHE
 
 # What llama-quantize takes where rows are no multiple of a block of 256; where that does not fit either, F16.
 _INSTEAD = {
-    t.TQ1_0: t.Q4_0, t.TQ2_0: t.Q4_0, t.Q2_K: t.IQ4_NL, t.Q3_K: t.IQ4_NL, t.Q4_K: t.Q5_0, t.Q5_K: t.Q5_1, t.Q6_K: t.Q8_0,
+    t.TQ1_0: t.Q4_0, t.TQ2_0: t.Q4_0, t.Q2_K: t.IQ4_NL, t.Q3_K: t.IQ4_NL, t.Q4_K: t.Q5_0, t.Q5_K: t.Q5_1,
+    t.Q6_K: t.Q8_0,
 }  # fmt: skip
 
 _ROWS = 4096  # at a time, so that f32 copies stay small
@@ -58,7 +59,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Requantized:
-    """The result of `requantize`: the tensors whose type changed, how many kept theirs, bytes of all before and after."""
+    """The result of `requantize`: the tensors whose type changed, how many kept theirs, bytes of all before and
+    after.
+    """
 
     path: Path
     changes: list[Change]

@@ -4,8 +4,8 @@ blocks at once.
 
 A block of a K-type is 16 groups of 16 or 8 of 32. Each group gets a scale, or a scale and a minimum, that make its
 weighted squared error small; these are rounded to codes of the block's two f16, and the elements then to codes of what
-came of that. Sums are folded in another order than ggml's, so a block may rarely get another of two equally good scales.
-m blocks, g groups, n elements of a group.
+came of that. Sums are folded in another order than ggml's, so a block may rarely get another of two equally good
+scales. m blocks, g groups, n elements of a group.
 """
 
 from collections.abc import Callable
@@ -79,8 +79,9 @@ def _scale_and_minimum(
     x: Tensor, weights: Tensor, levels: int, first: float, tries: int, absolute: bool
 ) -> tuple[Tensor, Tensor]:
     """Scale and minimum, [m, g] each, both at least 0, such that x is about scale * code - minimum with codes 0 ...
-    levels: the best of tries at (first + 0.1 * try + levels) steps from the best minimum so far to the largest element, each
-    followed by a least-squares fit (`make_qkx2_quants`). absolute: errors count by magnitude, else by their squares."""
+    levels: the best of tries at (first + 0.1 * try + levels) steps from the best minimum so far to the largest
+    element, each followed by a least-squares fit (`make_qkx2_quants`). absolute: errors count by magnitude, else by
+    their squares."""
     low, high = x.amin(-1).clamp(max=0), x.amax(-1)
     total, total_x = weights.sum(-1), (weights * x).sum(-1)
 
@@ -96,11 +97,11 @@ def _scale_and_minimum(
     best = error(codes_at(levels, low), scale, low)
     for step in range(tries):
         codes = codes_at(first + 0.1 * step + levels, minimum)
-        l, ll, lx = (weights * codes).sum(-1), (weights * codes * codes).sum(-1), (weights * codes * x).sum(-1)
-        determinant = total * ll - l * l
-        new_minimum = (ll * total_x - l * lx) / determinant
+        lw, ll, lx = (weights * codes).sum(-1), (weights * codes * codes).sum(-1), (weights * codes * x).sum(-1)
+        determinant = total * ll - lw * lw
+        new_minimum = (ll * total_x - lw * lx) / determinant
         above = new_minimum > 0
-        new_scale = torch.where(above, lx / ll, (total * lx - total_x * l) / determinant)
+        new_scale = torch.where(above, lx / ll, (total * lx - total_x * lw) / determinant)
         new_minimum = new_minimum.clamp(max=0)
         found = error(codes, new_scale, new_minimum)
         better = (determinant > 0) & (found < best)
@@ -118,7 +119,9 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _codes_of(values: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Positive values [m, g] of each group as codes 0 ... levels of one f16 for the block: codes, and the f16 [m, 1]."""
+    """Positive values [m, g] of each group as codes 0 ... levels of one f16 for the block: codes, and the f16 [m,
+    1].
+    """
     largest = values.amax(-1, keepdim=True).clamp(min=0)
     codes = (values * _ratio(torch.tensor(float(levels)), largest)).round().clamp(max=levels)
     return codes, (largest / levels).half()

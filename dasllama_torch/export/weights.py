@@ -24,8 +24,8 @@ def to_hf(model: CausalLM, dtype: torch.dtype = torch.float32) -> dict[str, Tens
     """The state dict of transformers' class of the model, dequantized: `load_state_dict` takes it as it is.
 
     dtype: of all tensors; float32 loses nothing. A head that is the embedding table is the same tensor twice. Models
-    that also see give their text decoder, as files of text hold no tower. Takes the memory of all weights in dtype; what
-    makes one tensor at a time is `hf_tensors`.
+    that also see give their text decoder, as files of text hold no tower. Takes the memory of all weights in dtype;
+    what makes one tensor at a time is `hf_tensors`.
     """
     tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(model)}
     if is_tied(model):
@@ -54,10 +54,9 @@ def hf_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 def packed_parts(model: CausalLM) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of everything that holds packed matrices and is one module in transformers too."""
     for path, module in model.named_modules():
-        inside = path.rpartition(".")[0]
-        if isinstance(module, Experts | ProjectionByHead):
-            yield path, module
-        elif isinstance(module, Packed) and not isinstance(model.get_submodule(inside), Experts | ProjectionByHead):
+        above = model.get_submodule(path.rpartition(".")[0])
+        is_part = isinstance(module, Packed) and not isinstance(above, Experts | ProjectionByHead)
+        if is_part or isinstance(module, Experts | ProjectionByHead):
             yield path, module
 
 

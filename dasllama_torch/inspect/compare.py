@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.inspect.divergence import divergence
-from dasllama_torch.tables import Table
 from dasllama_torch.inspect.taps import Place, tapped
 from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.tables import Table
 
 # Two f32 implementations of the same weights differ by 1e-6 to 1e-4 of a module's spread, as sums are folded in another
 # order and layers add that up; a fault of any consequence by 1e-2 and more. Activations rounded to 8 bits (mode

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from dasllama_torch.errors import DasllamaError, UnsupportedModel
 from dasllama_torch.inspect.compare import name_of, prompt_ids
 from dasllama_torch.inspect.divergence import ROWS, divergence
-from dasllama_torch.tables import Table
 from dasllama_torch.inspect.windows import CONVENTIONS, Window, cut
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.step import Step
+from dasllama_torch.tables import Table
 
 N_CTX = 512  # llama.cpp's default, which published figures have
 CONFIDENCE = 1.96  # standard errors on either side of a mean: 95 % of a normal distribution
@@ -164,10 +164,10 @@ def evaluate(
 ) -> Evaluation:
     """Perplexity of a text, and with another model the KL divergence from it: of a quantized file from its parent.
 
-    model, other: ours or transformers' (for text one of them ours, as it brings the tokenizer), of one vocabulary. text: the text
-    itself, a path object of a UTF-8 file, or token ids. n_ctx: tokens of a window, at least 4. convention, stride: how the text is
-    cut and which tokens count, see windows.py; stride is of "hf" only, by default n_ctx / 2. max_windows: only the
-    first so many. progress: a bar on standard error.
+    model, other: ours or transformers' (for text one of them ours, as it brings the tokenizer), of one vocabulary.
+    text: the text itself, a path object of a UTF-8 file, or token ids. n_ctx: tokens of a window, at least 4.
+    convention, stride: how the text is cut and which tokens count, see windows.py; stride is of "hf" only, by default
+    n_ctx / 2. max_windows: only the first so many. progress: a bar on standard error.
     Windows go through the models without a cache, so no rounding of keys and values is in the figures.
     Raises UnsupportedModel where vocabularies differ, DasllamaError for a text that is too short to score or no UTF-8.
     """
