@@ -1,5 +1,6 @@
 # make demo   a virtual environment in .venv, the package, the demo model, a first continuation
 # make test   the same environment, then the linter and the whole test suite
+# make test-cuda   the tests of kernels and models on the GPU of this machine
 # make clean  remove the environment and what was built
 #
 # Torch is installed first and the package without build isolation: an isolated build would fetch a second torch, which
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 NATIVE := setup.py pyproject.toml ops/ggml_types.py ops/codebooks.py \
 	$(shell find ops/csrc -name generated -prune -o -type f -print)
 
-.PHONY: demo install test lint clean
+.PHONY: demo install test test-cuda lint clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -27,6 +28,11 @@ install: $(VENV)/installed
 
 test: $(VENV)/test-extras lint
 	$(BIN)/python -m pytest -n auto
+
+# PYTEST: of an environment whose torch has CUDA.
+PYTEST ?= $(BIN)/python -m pytest
+test-cuda:
+	$(PYTEST) tests/test_triton_*.py tests/test_cuda_*.py
 
 lint: $(VENV)/test-extras
 	$(BIN)/ruff check .

@@ -11,9 +11,13 @@ subprocess.run([sys.executable, "ops/csrc/generate_header.py"], check=True)
 
 SOURCES = sorted(str(path) for path in Path("ops/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("ops/csrc").rglob(pattern))
+TOP_FOLDERS = ["dasllama_torch.ops", "dasllama_torch.triton_kernels"]  # pyproject.toml says where they lie
 
 setup(
-    packages=[*find_packages(include=["dasllama_torch*"], exclude=["dasllama_torch.ops*"]), "dasllama_torch.ops"],
+    packages=[
+        *find_packages(include=["dasllama_torch*"], exclude=[f"{name}*" for name in TOP_FOLDERS]),
+        *TOP_FOLDERS,
+    ],
     ext_modules=[
         CppExtension(
             "dasllama_torch.ops._C",

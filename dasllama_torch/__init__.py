@@ -13,11 +13,19 @@ from importlib import import_module
 
 _WHERE = {
     "load_model": "api",
+    "AutoModelForCausalLM": "auto",
+    "AutoTokenizer": "auto",
+    "hf_tokenizer": "hf.tokenizer",
     "build_model": "api",
     "caps": "api",
     "Caps": "arch.caps",
     "create_session": "api",
     "create_kv_pool": "api",
+    "create_chat": "api",
+    "create_chat_renderer": "api",
+    "Chat": "chat.chat",
+    "ChatPiece": "chat.reply",
+    "ChatReply": "chat.reply",
     "fork": "api",
     "load_session": "api",
     "embed": "api",
@@ -41,6 +49,7 @@ _WHERE = {
     "evaluate": "inspect.evaluate",
     "Evaluation": "inspect.evaluate",
     "to_hf": "export.weights",
+    "save_safetensors": "export.folder",
     "requantize": "export.requantize",
     "packed_transformers": "export.packed",
     "pack": "export.packed",
@@ -48,6 +57,9 @@ _WHERE = {
     "Session": "engine.session",
     "KVPool": "cache.pool",
     "SamplingParams": "sampling",
+    "TokenLogprob": "sampling",
+    "Constraint": "constraints",
+    "Sample": "engine.generation",
     "profile_prefill": "bench",
     "profile_decode": "bench",
     "profile_table": "bench",
@@ -57,12 +69,27 @@ _WHERE = {
     "UnsupportedModel": "errors",
     "TokenizerError": "errors",
     "OutOfPages": "errors",
+    "OutOfMemory": "errors",
     "ContextFull": "errors",
     "CannotRewind": "errors",
     "SessionFileError": "errors",
     "KernelError": "errors",
+    "FolderError": "errors",
     "TemplateError": "errors",
+    "ConstraintError": "errors",
     "DownloadError": "errors",
+    "UnknownName": "errors",
+    "run_with_cache": "inspect.activations",
+    "patch": "inspect.patching",
+    "steer": "inspect.patching",
+    "logit_lens": "inspect.lens",
+    "attention_pattern": "inspect.attention",
+    "router_choices": "inspect.experts",
+    "recurrent_states": "inspect.states",
+    "quantization_error": "inspect.quantization",
+    "logit_attribution": "inspect.attribution",
+    "embedding_gradients": "inspect.gradients",
+    "saliency": "inspect.gradients",
 }
 
 __all__ = list(_WHERE)
@@ -73,10 +100,12 @@ def __getattr__(name: str):
         from importlib.metadata import version
 
         return version("dasllama-torch")
+    if name == "inspect":
+        return import_module("dasllama_torch.inspect")
     if name in _WHERE:
         return getattr(import_module(f"dasllama_torch.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "inspect"]

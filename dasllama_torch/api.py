@@ -5,28 +5,34 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dasllama_torch import device_memory
 from dasllama_torch.arch import family
 from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
+from dasllama_torch.chat.chat import Chat
+from dasllama_torch.chat.template import ChatTemplate
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
-from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, UnsupportedModel
+from dasllama_torch.errors import GGUFError, KernelError, OutOfPages, SessionFileError, TokenizerError, UnsupportedModel
 from dasllama_torch.gguf.llama2c import Llama2cFile
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.reader import GGUFFile, ModelFile
 from dasllama_torch.gguf.source import GGUFSource, TensorSource
+from dasllama_torch.hf.folder import HFFolder
+from dasllama_torch.hf.verbs import Verbs
 from dasllama_torch.memory import available_memory, has_huge_pages, physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.requantized import RequantizedSource
@@ -54,33 +60,55 @@ def load_model(
 ) -> CausalLM:
     """Read a GGUF file (or any member of a shard set) into a module graph whose weights stay packed.
 
-    A path that ends in .bin is a llama2.c checkpoint, which has no vocabulary.
+    A path that ends in .bin is a llama2.c checkpoint, which has no vocabulary. A folder is one of transformers:
+    config.json, safetensors and a tokenizer.json, which may be missing; it takes the extra `hf`.
 
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
-    device: "cpu", the only one that has kernels so far.
+    device: "cpu", or "cuda" (with an index or without) for a GPU, whose kernels Triton compiles when they are first
+    used. The weights go there packed, one by one, and the host keeps no copy of them.
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
     mmap: True leaves the weights in the mapped file: no time to load, shared between processes. False reads them into
     memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
-    default, reads where there are huge pages and the file is at most half of the memory that is available.
+    default, reads where there are huge pages and the file is at most half of the memory that is available; for a GPU
+    it maps.
     progress: show a bar on standard error for a file of more than half a gigabyte.
-    Raises GGUFError for a broken file, UnsupportedModel for one that asks for something else than is implemented,
-    TokenizerError for a vocabulary of an unknown kind.
+    Raises GGUFError for a broken file, FolderError for a broken folder, UnsupportedModel for one that asks for
+    something else than is implemented, TokenizerError for a vocabulary of an unknown kind, OutOfMemory where a GPU has
+    no room for the weights.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    if torch.device(device).type != "cpu":
-        raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu'")
+    device = _device(device)
+    requantized = mode in ("q8", "q4_0")  # these read each tensor once
+    generation_defaults = {}
     with _no_garbage():
-        file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
-        requantized = mode in ("q8", "q4_0")  # these read each tensor once
-        if mmap is False or (mmap is None and not requantized and _fits(file)):
-            _read_tensors(file, progress)
-        source: TensorSource = GGUFSource(file)
+        if Path(path).is_dir():
+            folder = HFFolder(path)
+            metadata, source, generation_defaults = folder.metadata, folder.source(), folder.generation
+        else:
+            file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
+            if mmap is False or (mmap is None and not requantized and device.type == "cpu" and _fits(file)):
+                _read_tensors(file, progress)
+            metadata, source = file.metadata, GGUFSource(file)
         if requantized:
             source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
         source.native = mode != "fp32"
-        return build_model(file.metadata, source, strict=strict)
+        model = build_model(metadata, source, strict=strict)
+        if device.type != "cpu":
+            device_memory.upload(model, device)
+    model.name_or_path, model.generation_defaults = os.fspath(path), generation_defaults
+    return model
+
+
+def _device(name) -> torch.device:
+    """The device that is named, which must be there and have kernels."""
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu' or 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise KernelError(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    return device
 
 
 @contextlib.contextmanager
@@ -128,6 +156,7 @@ def build_model(metadata: Metadata, source: TensorSource, *, strict: bool = True
             raise UnsupportedModel(f"{text}; running without could give wrong results (strict=False loads it anyway)")
         warnings.warn(text, stacklevel=3)
     model.metadata = metadata
+    model.verbs = Verbs(create_session)
     model.tokenizer = Tokenizer.from_metadata(metadata)
     if model.tokenizer.has_vocab and len(model.tokenizer) != config.n_vocab:
         raise GGUFError(
@@ -150,12 +179,15 @@ def create_kv_pool(
     page_rows: tokens of a page, by which sessions take memory and share it; pages of a multiple of 64 are read fastest.
     kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, what they share counted
     once; an evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others
-    have closed or gone back. None: the memory of this machine. On the CPU a page costs memory once it has been written.
+    have closed or gone back. None: the memory of this machine, or what the model's device has left. On the CPU a page
+    costs memory once it has been written, on a GPU once it has been handed out.
     The pool lives as long as a session of it.
     """
     layers = [layer.cache for layer in model.config.layers]
     device = model.get_input_embeddings().qweight.device
-    return KVPool(layers, kv_dtype, physical_memory() if max_bytes is None else max_bytes, device, page_rows)
+    if max_bytes is None:
+        max_bytes = physical_memory() if device.type == "cpu" else device_memory.free_memory(device)
+    return KVPool(layers, kv_dtype, max_bytes, device, page_rows)
 
 
 def create_session(
@@ -209,6 +241,48 @@ def create_session(
     if not 0 <= keep < n_ctx:
         raise ValueError(f"keep is {keep}, wanted 0 to {n_ctx - 1}: n_ctx has to leave room for others")
     return Session(model, pool, n_ctx, rewind, prefix_cache, on_full, keep)
+
+
+def create_chat(
+    model: CausalLM,
+    system: str | None = None,
+    *,
+    session: Session | None = None,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable] = (),
+    thinking: bool | str | None = None,
+    **how: Any,
+) -> Chat:
+    """A conversation with the model, see `Chat`.
+
+    system: the system message. session: where it is evaluated, whatever that holds so far; None: a new one, which `how`
+    goes to as to `create_session` (kv_dtype, n_ctx, prefix_cache, ...). chat_template: Jinja in place of the file's, as
+    in `ChatTemplate.from_metadata`. tools, thinking: as in `set_tools` and `set_thinking`. Raises TemplateError for a
+    file without a template whose family is not known, and where the template has no place for a system message;
+    TokenizerError for a file without a vocabulary; UnsupportedModel for what the model cannot do.
+    """
+    if session is not None and how:
+        raise ValueError(f"{', '.join(how)}: the session that is given has its own")
+    chat = create_chat_renderer(model, system, chat_template=chat_template, tools=tools, thinking=thinking)
+    chat.session = create_session(model, **how) if session is None else session
+    return chat
+
+
+def create_chat_renderer(
+    model: CausalLM,
+    system: str | None = None,
+    *,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable] = (),
+    thinking: bool | str | None = None,
+) -> Chat:
+    """`create_chat` without a session: it makes prompts, takes replies apart and holds no memory. `Chat.session` may be
+    set later on."""
+    template = ChatTemplate.from_metadata(model.metadata, model.tokenizer, chat_template=chat_template)
+    if not model.tokenizer.has_vocab:
+        raise TokenizerError(f"{model.metadata.origin}: the file has no vocabulary, wanted one to chat in")
+    architecture = model.metadata.architecture
+    return Chat(template, model.tokenizer, architecture, system=system, tools=tools, thinking=thinking)
 
 
 def create_prefix_cache(
@@ -356,7 +430,7 @@ eval_batch.__doc__ = engine_session.eval_batch.__doc__
 
 def _pool(model: CausalLM, kv_dtype: str | tuple[str, str], n_ctx: int) -> KVPool:
     pools = _pools.setdefault(model, {})
-    if kv_dtype not in pools:
+    if kv_dtype not in pools or pools[kv_dtype].device != model.get_input_embeddings().qweight.device:
         pools[kv_dtype] = create_kv_pool(model, kv_dtype=kv_dtype)
     pool = pools[kv_dtype]
     wanted = CacheSequence(pool).bytes_for(n_ctx, n_ctx)

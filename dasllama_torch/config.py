@@ -8,12 +8,14 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dasllama_torch.errors import GGUFError, UnsupportedModel
 from dasllama_torch.gguf.metadata import REQUIRED, Metadata
+from dasllama_torch.gguf.model_types import MODEL_TYPES
 from dasllama_torch.gguf.source import TensorSource
 
 MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 4096, 1 << 22, 1 << 30  # far above any model; below what would exhaust memory
@@ -228,6 +230,10 @@ class DecoderConfig:
             **own,
         )
 
+    is_encoder_decoder = False
+    use_cache = False  # of a forward, unless it is asked for
+
+    model_type = property(lambda self: MODEL_TYPES[self.arch])
     vocab_size = property(lambda self: self.n_vocab)
     hidden_size = property(lambda self: self.n_embd)
     num_hidden_layers = property(lambda self: len(self.layers))
@@ -238,7 +244,20 @@ class DecoderConfig:
     head_dim = property(lambda self: self.layers[0].head_dim)
     intermediate_size = property(lambda self: self.layers[0].ffn_width)
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "DecoderConfig":
+        """This one: what a model sees and hears has no part in it."""
+        return self
 
+    def to_dict(self) -> dict[str, Any]:
+        """The facts by Hugging Face's names; those that differ by layer are of the first."""
+        return {name: getattr(self, name) for name in _HF_NAMES}
+
+
+_HF_NAMES = (
+    "model_type", "is_encoder_decoder", "use_cache", "vocab_size", "hidden_size", "num_hidden_layers",
+    "max_position_embeddings", "rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size",
+)  # fmt: skip
 _POOLINGS = ("none", "mean", "cls", "last", "rank")  # in the order of llama.cpp's numbers
 
 

@@ -22,6 +22,10 @@ class OutOfPages(DasllamaError):
     """The KV pool has no free page left; the session keeps what it held before the call."""
 
 
+class OutOfMemory(DasllamaError):
+    """A device has less memory left than a model's weights take; nothing was moved there."""
+
+
 class ContextFull(DasllamaError):
     """The tokens do not fit in the session's `n_ctx`; nothing was evaluated."""
 
@@ -38,8 +42,19 @@ class KernelError(DasllamaError):
     """A kernel was asked for that this machine or build lacks, or a strict run met a fallback."""
 
 
+class FolderError(DasllamaError):
+    """A folder holds no model of transformers that can be read: a file is missing, broken or does not fit the
+    others."""
+
+
 class DownloadError(DasllamaError):
     """A model could not be fetched, or what arrived does not match its checksum."""
+
+
+class UnknownName(DasllamaError, KeyError):
+    """A name stands for nothing in a model, or for nothing that was recorded."""
+
+    __str__ = Exception.__str__  # a KeyError would quote its text
 
 
 class TemplateError(DasllamaError):
@@ -51,3 +66,7 @@ class TemplateError(DasllamaError):
         super().__init__(text)
         self.index = index
         self.role = role
+
+
+class ConstraintError(DasllamaError):
+    """A constraint is broken or too large, names tokens that the vocabulary lacks, or cannot be met by it."""

@@ -1,17 +1,23 @@
 """How the next token is drawn: SamplingParams and pure functions on logits f32 [V].
 
-Order of work: penalties, temperature, top-k, softmax, top-p, min-p, one draw from what is left, renormalized
-(ops/sample_token.py). Among equal logits the lower id comes first.
+Order of work: logit bias and mask, penalties, temperature, top-k, softmax, top-p, min-p, one draw from what is left,
+renormalized (ops/sample_token.py). Bias and mask come first, as in vLLM: top-k, top-p and min-p then choose among the
+tokens that may come at all, and never leave none of them. Among equal logits the lower id comes first.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dasllama_torch.errors import DasllamaError
+from dasllama_torch.errors import ConstraintError, DasllamaError
 from dasllama_torch.ops import sample_token as op
+
+if TYPE_CHECKING:
+    from dasllama_torch.constraints import Constraint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +31,12 @@ class SamplingParams:
     arXiv:1909.05858); 1 is none. presence_penalty: subtracted once from tokens seen; frequency_penalty: once per
     occurrence.
     penalty_last_n: how many of the session's last tokens, prompt included, count as seen; 0: none, -1: all.
+    logit_bias: {token id: what is added to its logit before all else}; -infinity bans the token. Kept as sorted pairs.
     seed: reseeds the session's generator at the start of `generate`; None goes on with its state.
+
+    Of `generate` alone, which says what they do: stop, strings that end the text; stop_ids, tokens that end it;
+    constraint, the language that the text must belong to; logprobs, how many of the most likely tokens to note with
+    their log-probabilities beside each token's own, None: nothing.
     Raises ValueError for a value outside its range.
     """
 
@@ -37,9 +48,24 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     penalty_last_n: int = 64
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
     seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_ids: Iterable[int] = ()
+    constraint: "Constraint | None" = None
+    logprobs: int | None = None
+    # logit_bias as tensors, made once: ids int64 [n], values f32 [n]
+    _bias: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
+        bias = sorted((index(token), float(value)) for token, value in dict(self.logit_bias).items())
+        normal = {
+            "logit_bias": tuple(bias),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            "stop_ids": tuple(sorted(set(map(index, self.stop_ids)))),
+        }
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
         checks = {
             "temp": (self.temp == self.temp and self.temp < float("inf"), "a finite number"),
             "top_k": (self.top_k >= 0, "0 or more"),
@@ -49,14 +75,55 @@ class SamplingParams:
             "presence_penalty": (abs(self.presence_penalty) < float("inf"), "a finite number"),
             "frequency_penalty": (abs(self.frequency_penalty) < float("inf"), "a finite number"),
             "penalty_last_n": (self.penalty_last_n >= -1, "-1 or more"),
+            "logit_bias": (
+                all(i >= 0 and value < torch.inf for i, value in bias),
+                "token ids and values below infinity",
+            ),
+            "stop": (all(isinstance(text, str) and text for text in self.stop), "strings that are not empty"),
+            "stop_ids": (all(token >= 0 for token in self.stop_ids), "token ids"),
+            "logprobs": (self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
         }
         for name, (ok, wanted) in checks.items():
             if not ok:
                 raise ValueError(f"sampling: {name} is {getattr(self, name)}, wanted {wanted}")
+        if bias:
+            ids, values = zip(*bias, strict=True)
+            tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
+            object.__setattr__(self, "_bias", tensors)
 
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def check_ids(self, n_vocab: int) -> None:
+        """Raise ValueError where logit_bias or stop_ids name a token that a vocabulary of n_vocab tokens lacks."""
+        largest = {"logit_bias": [token for token, _ in self.logit_bias[-1:]], "stop_ids": self.stop_ids[-1:]}
+        for name, ids in largest.items():
+            for token in ids:
+                if token >= n_vocab:
+                    raise ValueError(f"sampling: {name} has token id {token}, outside the vocabulary of {n_vocab}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """token: the one that came. logprob: natural logarithm of its probability. top: the most likely tokens and theirs,
+    most likely first, the lower id first among equals; the one that came is among them if it is one of them."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def restrict(logits: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
+    """Logits f32 [V] with params.logit_bias added, and -infinity where `allowed`, bool [V], says no; None allows all.
+    The input is left as it is."""
+    if params._bias:
+        params.check_ids(len(logits))
+        ids, values = (part.to(logits.device) for part in params._bias)
+        logits = logits.index_add(0, ids, values)
+    if allowed is not None:
+        logits = torch.where(allowed.to(logits.device), logits, -torch.inf)
+    return logits
 
 
 def penalize(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
@@ -68,8 +135,8 @@ def penalize(logits: Tensor, history: Sequence[int], params: SamplingParams) -> 
 
 def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Token ids int64 [n] and their renormalized probabilities f64 [n], most likely first, after temperature, top-k,
-    top-p and min-p, of logits f32 [V] after `penalize`: what `sample` draws from. For looking at: it sorts all of them.
-    Greedy params leave the most likely token."""
+    top-p and min-p, of logits f32 [V] after `restrict` and `penalize`: what `sample` draws from. For looking at: it
+    sorts all of them. Greedy params leave the most likely token."""
     _check(logits)
     if params.temp <= 0:
         return logits.argmax().cpu()[None], torch.ones(1, dtype=torch.float64)
@@ -77,11 +144,20 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, history: Sequence[int], params: SamplingParams, generator: torch.Generator) -> int:
-    """The next token's id. logits f32 [V]; history: the session's tokens; one uniform number is drawn unless greedy.
+def sample(
+    logits: Tensor,
+    history: Sequence[int],
+    params: SamplingParams,
+    generator: torch.Generator,
+    allowed: Tensor | None = None,
+) -> int:
+    """The next token's id. logits f32 [V]; history: the session's tokens; allowed: bool [V], the tokens that may come,
+    None: all; one uniform number is drawn unless greedy.
 
-    Raises DasllamaError for logits that are no distribution: one is NaN or +infinity, or all are -infinity.
+    Raises DasllamaError for logits that are no distribution: one is NaN or +infinity, or all are -infinity;
+    ConstraintError if all that are allowed are -infinity.
     """
+    given, logits = logits, restrict(logits, params, allowed)
     seen = _seen(history, params).to(logits.device)
     greedy = params.temp <= 0
     draw = 0.0 if greedy else torch.rand((), generator=generator, dtype=torch.float64).item()
@@ -98,9 +174,29 @@ def sample(logits: Tensor, history: Sequence[int], params: SamplingParams, gener
         draw,
     ).item()
     if token < 0:
+        _check(given)
+        if allowed is not None:
+            raise ConstraintError(
+                f"no token is left to sample: {int(allowed.sum())} of {len(allowed)} are allowed, and logit_bias or "
+                f"the model puts all of them at -infinity"
+            )
         _check(penalize(logits, history, params))
         raise DasllamaError("sampling: the logits are no distribution")
     return token
+
+
+def token_logprob(logits: Tensor, token: int, n: int = 0) -> TokenLogprob:
+    """What logits f32 [V] say about a token and the n most likely ones: log_softmax, in f64, of the logits as the model
+    gives them, before bias, mask, penalties and temperature, as in OpenAI's API and vLLM."""
+    total = logits.double().logsumexp(0)
+    n = min(n, len(logits))
+    top: tuple[tuple[int, float], ...] = ()
+    if n:
+        least = logits.topk(n).values[-1]
+        ids = (logits >= least).nonzero().flatten()  # n, and more where some are equal to the last
+        values, order = logits[ids].sort(descending=True, stable=True)
+        top = tuple(zip(ids[order[:n]].tolist(), (values[:n].double() - total).tolist(), strict=True))
+    return TokenLogprob(token, (logits[token].double() - total).item(), top)
 
 
 def _seen(history: Sequence[int], params: SamplingParams) -> Tensor:

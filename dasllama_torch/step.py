@@ -50,6 +50,7 @@ class Step:
     tokens in hand. LongRoPE chooses its frequencies by it, so that they are the same for all tokens of a session.
     input_ids: int64, ids of the rows in the shape [B, T] of the forward. Where embeddings came in their place, the id
     that stands for them in a layer's own tables; None: there is none.
+    sessions: whose the sequences are, for those who watch a forward; () where they are nobody's.
     """
 
     positions: Tensor
@@ -64,6 +65,7 @@ class Step:
     logit_rows: Tensor | None = None
     row_context: Tensor | None = None
     input_ids: Tensor | None = None
+    sessions: tuple[Any, ...] = ()
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # without a cache: of layers that others read
     _once: dict[str, Any] = field(default_factory=dict)
 
@@ -97,3 +99,7 @@ class Step:
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
+
+    def forget(self) -> None:
+        """The tensors are about to change, for another forward: what layers have shared does not hold for it."""
+        self._once.clear()

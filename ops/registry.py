@@ -3,10 +3,12 @@
 `define` turns a reference into `torch.ops.dasllama.<name>`. The reference serves every device that has no kernel of its
 own, and each time it does so it is counted: `report()` says which kernel served each op, `strict()` forbids references.
 CPU kernels live in the shared library `_C` (LibTorch stable ABI) and register themselves on the CPU key when it loads.
+The package of another backend is imported when an op first meets a tensor of its device, and calls `implement`.
 """
 
 import contextlib
 import ctypes
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,8 @@ _LIBRARY = torch.library.Library("dasllama", "DEF")
 _REFERENCES: dict[torch._ops.OpOverload, Callable] = {}
 _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
+_backends = {"cuda": "dasllama_torch.triton_kernels"}  # by device type; those not imported yet
+_fusions: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
 
 
 class Cost(NamedTuple):
@@ -57,10 +61,9 @@ def define(
         )
 
         def counted(*args, **kwargs):
-            if _strict:
-                raise KernelError(f"op dasllama::{name}: no kernel serves this, and strict mode forbids the reference")
-            _python_calls[name, "reference"] += 1
-            return reference(*args, **kwargs)
+            if _import_backend(next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")):
+                return op(*args, **kwargs)
+            return fall_back(op, args, kwargs, "no kernel serves this")
 
         _LIBRARY.impl(name, counted, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
@@ -72,6 +75,53 @@ def define(
         return op
 
     return wrap
+
+
+def _import_backend(device_type: str) -> bool:
+    """Import a device's backend if there is one that was not asked for yet."""
+    if device_type not in _backends:
+        return False
+    name = _backends[device_type]
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise KernelError(f"tensors on {device_type} need {name}, which cannot be imported: {error}") from error
+    _backends.pop(device_type, None)
+    return True
+
+
+def implement(op, key: str):
+    """Decorator: the function, of the op's signature, serves `op` for tensors of a dispatch key, such as "CUDA".
+
+    It counts its calls itself, by the name of what served them (`count_call`).
+    """
+
+    def wrap(kernel: Callable):
+        _LIBRARY.impl(op._schema.name.removeprefix("dasllama::"), kernel, key)
+        return kernel
+
+    return wrap
+
+
+def provide_fusion(device_type: str, mode: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Called by a backend: `fusing` gives mode() for its devices."""
+    _fusions[device_type] = mode
+
+
+def fusing(device: torch.device) -> contextlib.AbstractContextManager:
+    """Context for a forward on a device whose ops nobody watches, and whose tensors nobody changes in between: its
+    backend may launch several of them as one."""
+    _import_backend(device.type)
+    return _fusions.get(device.type, contextlib.nullcontext)()
+
+
+def fall_back(op, args: tuple, kwargs: dict, why: str):
+    """The reference's result, counted as such, for what no kernel serves; strict mode raises."""
+    name = op._schema.name.removeprefix("dasllama::")
+    if _strict:
+        raise KernelError(f"op dasllama::{name}: {why}, and strict mode forbids the reference")
+    _python_calls[name, "reference"] += 1
+    return op.reference(*args, **kwargs)
 
 
 def register_backward(op, backward: Callable, setup_context: Callable) -> None:
@@ -175,6 +225,22 @@ def report() -> dict[str, dict[str, int]]:
 def count_call(op: str, kernel: str) -> None:
     """Count what Python serves for `report`."""
     _python_calls[op, kernel] += 1
+
+
+def count_calls(calls: Counter[tuple[str, str]]) -> None:
+    """Count calls, by op and kernel, that a graph of a GPU's work does again."""
+    _python_calls.update(calls)
+
+
+@contextlib.contextmanager
+def counting():
+    """Context: what Python serves within it goes into the counter that this yields, and into no report."""
+    global _python_calls
+    before, _python_calls = _python_calls, Counter()
+    try:
+        yield _python_calls
+    finally:
+        _python_calls = before
 
 
 def reset_report() -> None:

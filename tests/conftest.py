@@ -19,6 +19,9 @@ from dasllama_torch.ops import ggml_types, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported: kernels run on tensors of the CPU
+
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # they share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
 
@@ -125,7 +128,13 @@ def _model(name: str) -> Path:
     return model.path
 
 
-def absent(what: str) -> NoReturn:
+def absent(what: str, whole_file: bool = False) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what}; with CI=true it must be there")
-    pytest.skip(what)
+    pytest.skip(what, allow_module_level=whole_file)
+
+
+def absent_gpu() -> None:
+    """Skip a whole file where there is no GPU, with CI=true too: no continuous integration has one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU", allow_module_level=True)

@@ -33,3 +33,14 @@ TINY = {
     "gemma4_moe": 1,
     "gemma4_e": 1,
 }
+
+# One case of each graph of modules, for what looks at modules: the others differ from one of these in numbers only.
+GRAPHS = [
+    name
+    for name in TINY
+    if name
+    not in (
+        "llama_tied", "llama_headdim", "llama_rope3", "llama_yarn_betas", "qwen2_yarn", "phi3_longrope",
+        "gpt-oss_untruncated", "gemma2_27b",
+    )
+]  # fmt: skip

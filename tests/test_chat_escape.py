@@ -202,3 +202,19 @@ def test_segments_must_be_text(tokenizer):
         with pytest.raises(TokenizerError, match="lone surrogate"):
             tokenizer.encode_segments([("a", True), ("\udc3c", special)])
     assert tokenizer.encode_segments([]) == []
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_text_that_goes_on_gets_no_space(prefix):
+    """Behind a token of the text that comes before; behind a special token a word begins, as ever."""
+    md = vocabularies.spm({"▁G": -1.0, "G": -2.0, "▁": -3.0}, {"<|x|>": TokenType.CONTROL}, add_space_prefix=prefix)
+    tokenizer = Tokenizer.from_metadata(Metadata(md))
+    whole = tokenizer.encode_segments([("GG<|x|>G", True)])
+    (mark,) = tokenizer.encode_segments([("<|x|>", True)])
+    for n in range(1, len(whole)):
+        head = tokenizer.decode(whole[:n], skip_special=False)
+        rest = "GG<|x|>G"[len(head) :]
+        if rest or n == len(whole):
+            assert whole[:n] + tokenizer.encode_segments([(rest, True)], prev_id=whole[n - 1]) == whole
+    assert tokenizer.encode_segments([("G", True)], prev_id=mark) == whole[-1:]
+    assert tokenizer.encode_segments([], prev_id=mark) == []

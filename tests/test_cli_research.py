@@ -5,6 +5,7 @@ import json
 import pytest
 import small_llama
 
+import dasllama_torch as dl
 from dasllama_torch import cli
 from dasllama_torch.cli.exits import BAD_INPUT, OVER_TOLERANCE
 from dasllama_torch.gguf.reader import GGUFFile
@@ -51,6 +52,19 @@ def test_compare_modes(files, capsys):
     assert run("compare", right, right, "--mode", "q8", "--other-mode", "fp32", "--tolerance", "0.5") == 0
 
 
+def test_compare_with_a_folder_of_transformers(files, capsys):
+    folder, right, wrong, _ = files
+    dl.save_safetensors(dl.load_model(right), folder / "hf")
+    capsys.readouterr()
+    assert run("compare", right, folder / "hf") == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert run("compare", wrong, folder / "hf") == OVER_TOLERANCE
+    (folder / "empty").mkdir(exist_ok=True)
+    capsys.readouterr()
+    assert run("compare", right, folder / "empty") == BAD_INPUT
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
 def test_eval(files, capsys):
     _, right, wrong, text = files
     assert run("eval", right, "--text", text, "--ctx", "16", "--json") == 0
@@ -76,7 +90,9 @@ def test_eval_says_what_is_wrong(files, capsys):
 def test_requantize(files, capsys):
     folder, right, _, _ = files
     out = folder / "out.gguf"
-    assert run("requantize", right, out, "--type", "Q8_0", "--tensor", "*.ffn_down*=Q4_0", "--tensor", "*attn_v*=F16") == 0
+    assert (
+        run("requantize", right, out, "--type", "Q8_0", "--tensor", "*.ffn_down*=Q4_0", "--tensor", "*attn_v*=F16") == 0
+    )
     text = capsys.readouterr().out
     assert "blk.1.ffn_down.weight" in text
     file = GGUFFile(out)

@@ -8,6 +8,7 @@ from conftest import ROOT
 from families import TINY
 from tolerances import FP32_LOGITS, NATIVE_LOGPROB_RANDOM
 
+import dasllama_torch as dl
 from dasllama_torch.arch import FAMILIES
 from dasllama_torch.ops.ggml_types import GGML_TYPES, WEIGHT_TYPES
 
@@ -57,3 +58,48 @@ def test_the_table_of_parity_is_of_these_architectures_and_types():
         for _, *values in rows:
             for arch, value in zip(head[1:], values, strict=True):
                 assert float(value) <= tolerance * unit * TINY.get(arch, 1)
+
+
+def test_the_verbs_of_chat_are_there():
+    import dasllama_torch as dl
+    from dasllama_torch.chat.thinking import ThinkStream
+
+    rows = re.findall(r"^\| `\w+` \| `(\w+)\.(\w+)`", (ROOT / "docs" / "chat.md").read_text(), re.M)
+    assert len(rows) == 21
+    owners = {"dl": dl, "Chat": dl.Chat, "ThinkStream": ThinkStream}
+    for owner, name in rows:
+        assert callable(getattr(owners[owner], name)), name
+
+
+def test_the_page_about_chat_runs(demo_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "chat.md").read_text(), re.S | re.M):
+        exec(compile(block, "chat.md", "exec"), namespace)
+    first, second = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert "Paris" in first
+    assert second.endswith(" None")
+    chat = namespace["chat"]
+    chat.add_user("Thank you.")
+    assert namespace["converse"](chat) == chat.messages[-1]["content"]
+
+
+def test_the_python_of_the_page_on_inspection_runs(demo_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    printed = []
+    text = (ROOT / "docs" / "inspect.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "inspect.md", "exec"), namespace)
+        printed.append(capsys.readouterr().out)
+    assert printed[1] == "torch.Size([1, 5, 576])\ntorch.Size([1, 8, 576])\n"
+    assert printed[2].startswith(" Rome\n")
+    assert printed[3] == "torch.Size([1, 9, 3, 8]) None\n"
+    assert printed[4].splitlines()[0].endswith("' Paris']")
+    assert "layer 29" in printed[5]
+    verbs = re.findall(r"^\| (`[^|]*) \| (?!value)", text.split("## Names")[0], re.M)
+    for verb in re.findall(r"`([\w.]+)`", " ".join(verbs)):
+        name = verb.removeprefix("inspect.")
+        assert callable(getattr(dl.inspect if verb != name else dl, name)), verb

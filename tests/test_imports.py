@@ -28,14 +28,16 @@ RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 LEAVES = {
     "errors": set(),
     "memory": {"errors"},
+    "device_memory": {"errors"},
     "threads": set(),
     "tables": set(),
-    "gguf": {"errors", "memory", "ops.ggml_types"},
+    "gguf": {"errors", "memory", "ops.ggml_types", "threads"},
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},
     "chat": {"errors", "text"},
     "sampling": {"errors", "ops"},
+    "constraints": {"errors", "text"},
     "hub": {"errors"},
 }
 BACKENDS = {"triton_kernels", "vulkan_ext", "metal_ext"}

@@ -15,6 +15,7 @@ import dasllama_torch as dl
 from dasllama_torch import api, memory
 from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.errors import GGUFError
+from dasllama_torch.gguf import reader
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf, write_shards
 from dasllama_torch.ops.ggml_types import F32
@@ -42,7 +43,9 @@ def held(path, tensors):
     return sum(seen)
 
 
-def test_tensors_are_read_from_every_file(tmp_path, tensors):
+@pytest.mark.parametrize("piece", [reader.READ_BYTES, 300])
+def test_tensors_are_read_from_every_file(tmp_path, tensors, piece, monkeypatch):
+    monkeypatch.setattr(reader, "READ_BYTES", piece)
     write_gguf(tmp_path / "one.gguf", "llama", {}, tensors)
     nbytes = held(tmp_path / "one.gguf", tensors)
     assert 0 <= nbytes - sum(values.nbytes for values, _ in tensors.values()) < 4096 + 32 * 5
@@ -50,7 +53,9 @@ def test_tensors_are_read_from_every_file(tmp_path, tensors):
     held(shards[1], tensors)
 
 
-def test_a_file_cut_after_it_was_parsed(tmp_path, tensors):
+@pytest.mark.parametrize("piece", [reader.READ_BYTES, 300])
+def test_a_file_cut_after_it_was_parsed(tmp_path, tensors, piece, monkeypatch):
+    monkeypatch.setattr(reader, "READ_BYTES", piece)
     path = tmp_path / "one.gguf"
     write_gguf(path, "llama", {}, tensors)
     file = GGUFFile(path)

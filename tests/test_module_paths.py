@@ -18,6 +18,11 @@ PARTS = ("in_proj_qkvz.qkv", "in_proj_qkvz.z")
 OURS_ONLY = ("self_attn.rope", "self_attn.attn", "self_attn.temperature", "linear_attn.delta", *STACKS, *PARTS)
 
 
+# Sizes of towers that are made and not looked at.
+TOWER = dict(depth=1, num_heads=2, embed_dim=32, hidden_size=64, intermediate_size=32, out_hidden_size=64)
+TOWER |= dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+
+
 def paths(root, left_out):
     return {name for name, _ in root.named_modules() if name and not name.endswith(left_out)}
 
@@ -28,7 +33,9 @@ def hf_model(facts, device="meta"):
     config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     config._attn_implementation = "eager"
     if "vision" in " ".join(config.sub_configs):
-        config.vision_config.depth = 1  # the tower is not looked at
+        for name, value in TOWER.items():
+            if hasattr(config.vision_config, name):
+                setattr(config.vision_config, name, value)
     with torch.device(device):
         return getattr(transformers, facts["hf_class"])(config)
 

@@ -47,8 +47,8 @@ def metadata(oracle, arch):
 
 
 class Weights(RandomSource):
-    """Of a model as well conditioned as a trained one: decays fall, what scales a whole layer is about 1, and scores are
-    of size 1 also where the model does not scale them (Gemma 4, whose norms of q and k do)."""
+    """Of a model as well conditioned as a trained one: decays fall, what scales a whole layer is about 1, and scores
+    are of size 1 also where the model does not scale them (Gemma 4, whose norms of q and k do)."""
 
     def __init__(self, arch, qtype):
         super().__init__(seed=3, qtype=qtype)

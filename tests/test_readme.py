@@ -1,5 +1,6 @@
 """The README tells the truth: its Python runs, its commands parse, its tables are those of the code."""
 
+import json
 import re
 import shlex
 
@@ -55,8 +56,10 @@ def test_python_blocks_run(demo_model, tmp_path, monkeypatch, capsys):
     assert "Paris" in printed[0]
     assert printed[2] == "1 30\n"
     assert printed[3].splitlines()[1] == "64"
-    assert printed[4].startswith("system message (tokenizer.chat_template)\nReply(reasoning='2 + 2', ")
-    assert "blk.3.attn_q" in printed[5]
+    assert json.loads(printed[4].split("\nconstraint TokenLogprob(")[0]).keys() == {"name", "age"}
+    assert re.search(r"Paris.*length \d+ None\nsystem message \(tokenizer.chat_template\)\n$", printed[5], re.DOTALL)
+    assert "blk.3.attn_q" in printed[6]
+    assert any(text.splitlines()[-1:] == ["31 (2, 9, 7, 7)"] for text in printed)
     assert "notes.txt: not a GGUF file" in printed[-1]
     assert [len(logits) for logits in (namespace["a"].tokens, namespace["b"].tokens)] == [2, 9]
 

@@ -1,12 +1,14 @@
 """Sampling against plain formulas and against the distribution it claims to draw from."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from dasllama_torch.errors import DasllamaError, KernelError
 from dasllama_torch.ops import registry
 from dasllama_torch.ops.sample_token import sample_token
-from dasllama_torch.sampling import SamplingParams, candidates, penalize, sample
+from dasllama_torch.sampling import SamplingParams, candidates, penalize, restrict, sample
 
 V = 1000
 INF, NAN = float("inf"), float("nan")
@@ -83,19 +85,23 @@ def test_the_kernel_draws_from_the_candidates(isa, params, n):
 
 @pytest.mark.parametrize(
     "params",
-    [dict(top_k=40), dict(top_k=5000), dict(top_p=0.95), dict(top_p=0.3), dict(min_p=0.3), dict(top_k=900, top_p=0.5)],
+    [
+        *(dict(top_k=40), dict(top_k=5000), dict(top_p=0.95), dict(top_p=0.3), dict(min_p=0.3)),
+        *(dict(top_k=900, top_p=0.5), dict(top_p=0.95, min_p=0.1), dict(top_p=0.5, min_p=1e-4)),
+    ],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 def test_cuts_of_large_vocabularies(isa, params, spread):
     """Each draw falls where it should: nobody is missing before it, and nobody is there who should not be."""
     x = torch.randn(50_001, generator=torch.Generator().manual_seed(1)) * spread
     x[777] = x.max() + spread
-    params = dict(temp=1.0) | params
-    ids, probs = candidates(x, SamplingParams(**params))
+    seen = [777, 5, 5, *range(1000, 50_000, 997)]
+    params = dict(temp=1.0, frequency_penalty=spread) | params
+    ids, probs = candidates(penalize(x, seen, SamplingParams(**params)), SamplingParams(**params))
     ids, order = ids.sort()
     ends = probs[order].cumsum(0)
     draws = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    drawn = torch.tensor([token(x, draw, **params) for draw in draws.tolist()])
+    drawn = torch.tensor([token(x, draw, seen[-64:], **params) for draw in draws.tolist()])
     at = torch.searchsorted(ids, drawn)
     assert torch.equal(ids[at], drawn)
     assert (ends[at] >= draws - EDGE).all()
@@ -274,8 +280,37 @@ def test_a_seed_repeats():
     [
         ("temp", float("nan")), ("temp", float("inf")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", -0.1),
         ("repetition_penalty", 0.0), ("presence_penalty", float("nan")), ("penalty_last_n", -2),
+        ("logit_bias", {3: NAN}), ("logit_bias", {3: INF}), ("logit_bias", {-1: 0.0}), ("stop", ""),
+        ("stop", ["a", ""]), ("stop", [3]), ("stop_ids", [-1]), ("logprobs", -1),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_params_are_values():
+    one = SamplingParams(logit_bias={9: -INF, 3: 1}, stop="x", stop_ids={8, 2})
+    other = SamplingParams(logit_bias=[(3, 1.0), (9, -INF)], stop=["x"], stop_ids=[2, 8, 8])
+    assert one == other
+    assert hash(one) == hash(other)
+    assert (one.logit_bias, one.stop, one.stop_ids) == (((3, 1.0), (9, -INF)), ("x",), (2, 8))
+    hotter = dataclasses.replace(one, temp=1.0)
+    assert hotter != one
+    assert dataclasses.replace(hotter, temp=0.0) == one
+    assert torch.equal(restrict(torch.zeros(10), hotter), restrict(torch.zeros(10), one))
+    assert one != dataclasses.replace(one, logit_bias={})
+
+
+def test_bias_and_mask_leave_their_input_alone():
+    x, params = logits(3, 20), SamplingParams(logit_bias={4: -1.5, 7: -INF})
+    before, allowed = x.clone(), torch.arange(20) % 2 == 0
+    wanted = x.clone()
+    wanted[4] -= 1.5
+    wanted[7] = -INF
+    assert torch.equal(restrict(x, params), wanted)
+    assert torch.equal(restrict(x, params, allowed), wanted.where(allowed, -INF))
+    assert torch.equal(x, before)
+    assert restrict(x, SamplingParams()) is x
+    with pytest.raises(ValueError, match="token id 7, outside the vocabulary of 7"):
+        restrict(x[:7], params)

@@ -28,6 +28,10 @@ KV_NLL = {"q8_0": 0.01, "tq4": 0.1}
 
 # d loss / d embeddings of two fp32 implementations, relative to the gradient's spread.
 GRADIENT = 1e-4
+# A logit's growth along its gradient, by differences over steps of a thousandth of an embedding: curvature and f32.
+FINITE_DIFFERENCE = 0.01
+# The cosine between gradients of the native and the exact arithmetic is above this.
+NATIVE_GRADIENT = 0.99
 
 # Half the distance from 1 to the next f32. A sum in f32 is off by at most this, times the roundings on the way of a
 # product through the sum, times the sum of the products' magnitudes (Higham, Accuracy and Stability, 3.1).
@@ -51,6 +55,8 @@ ACTIVATION_TAIL = 5e-8
 ATTENTION = 3e-6
 # ... and its gradients, which sum over rows too. Relative to the gradient's largest magnitude.
 ATTENTION_GRADIENT = 5e-6
+# ... and in Triton, where an f32 factor of f16 numbers has 22 bits.
+TRITON_ATTENTION = 6e-6
 # Cosine and sine of an f32 angle, rounded to f32 once and scaled.
 ROPE_TABLE = 1.3e-7
 # The gated delta rule in f32 against float64, over some hundred rows. Absolute, for values of size 1; a state of size 1
@@ -60,3 +66,23 @@ DELTA_RULE = 3e-6
 DELTA_RULE_GRADIENT = 1e-5
 # The decay and the correction of a gated delta rule: exp and log(1 + x), a few units in the last place. Relative.
 DELTA_GATES = 1e-6
+
+# Products of a few rows in Triton: the CPU's rounded activations and exact integers, f32 sums in another order; and of
+# f32 activations. Relative to the sum of magnitudes.
+TRITON_PRODUCT = 1e-6
+# ... and of many rows, whose weights and activations are rounded to f16 or bf16 first: against f64 products of the
+# rounded numbers, on tensor cores that keep fewer bits of a sum than f32 has. Relative to the sum of magnitudes.
+TRITON_HALF_PRODUCT = 2e-6
+# Norms and rotations in f32: a few roundings, and a reciprocal square root of two units in the last place.
+TRITON_F32 = 1e-6
+
+# Whole models on a GPU in fp32 mode, whose sums have other orders than both references': relative to the spread.
+CUDA_LOGITS = 2e-4
+# ... and in native mode where many rows multiply numbers of 8 bits (bf16), against the dequantized weights: as far as
+# the lattices of 8 bits are from them. Mean |log-probability difference|.
+CUDA_LOGPROB = 0.05
+# ... and of a quantized cache against the same on the CPU: now and then a code goes to its neighbour.
+CUDA_CODES = 3e-3
+# ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the
+# other way.
+CUDA_FUSED = 0.05

@@ -1,6 +1,6 @@
 """Which page belongs to whom. No torch: an allocator of integers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dasllama_torch.errors import OutOfPages
 
@@ -10,7 +10,8 @@ class PageAllocator:
     to want it. A page that is neither held nor kept is free; the most recently freed go out first, so that touched
     memory is used again.
 
-    spare: how many pages are kept and have no holder.
+    spare: how many pages are kept and have no holder. backing: called with each page before it goes out, where memory
+    has to be put behind it; what one of these raises keeps all pages in.
     """
 
     def __init__(self, capacity: int):
@@ -18,6 +19,7 @@ class PageAllocator:
         self._free: list[int] = []
         self._holders: list[int] = []  # of each page that was ever handed out
         self._kept: set[int] = set()
+        self.backing: list[Callable[[int], None]] = []
 
     @property
     def in_use(self) -> int:
@@ -44,10 +46,15 @@ class PageAllocator:
         available = self.capacity - self.in_use
         if n > available:
             raise OutOfPages(f"the KV pool has {available} of {self.capacity} pages left, wanted {n}")
-        reused = [self._free.pop() for _ in range(min(n, len(self._free)))]
+        kept = max(0, len(self._free) - n)
+        reused = self._free[kept:][::-1]
+        fresh = range(len(self._holders), len(self._holders) + n - len(reused))
+        for back in self.backing:
+            for page in (*reused, *fresh):
+                back(page)
+        del self._free[kept:]
         for page in reused:
             self._holders[page] = 1
-        fresh = range(len(self._holders), len(self._holders) + n - len(reused))
         self._holders += [1] * len(fresh)
         return [*reused, *fresh]
 

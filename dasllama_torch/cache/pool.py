@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import mmap
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dasllama_torch.cache.pages import PageAllocator
 from dasllama_torch.config import CacheSpec, StateSpec
+from dasllama_torch.device_memory import Reserved
 from dasllama_torch.errors import OutOfPages
 from dasllama_torch.memory import release, reserve
 from dasllama_torch.ops.kv_codecs import KVCodec, codec_pair, pair_name
@@ -63,10 +64,10 @@ class KVPool:
 
     layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: how keys and values are kept, a name
     of `ops.kv_codecs.KV_CODECS`, or a pair of names for the two if they differ. codecs: the pair's rows of that table.
-    On the CPU a page costs memory only once it has been written, and no growth moves one. `pool[i]` is the cache of
-    layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all layers; None if
-    no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and slots beyond
-    their holders; it gives them back when sessions need the room. Not thread-safe.
+    A page costs memory only once it has been written, or on a device handed out, and no growth moves one. `pool[i]` is
+    the cache of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all
+    layers; None if no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and
+    slots beyond their holders; it gives them back when sessions need the room. Not thread-safe.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class KVPool:
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
         self._tree: weakref.ref[PrefixTree] | None = None
-        self._mappings: list[tuple[mmap, int, PageAllocator]] = []  # with the bytes of a page or slot in each
+        # What takes bytes [first, end) from a piece of memory, with the bytes of a page or slot there.
+        self._releases: list[tuple[Callable[[int, int], None], int, PageAllocator]] = []
         # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
         with torch.inference_mode(False):
             self._memory = [self._pages(group) for group in self.groups]
@@ -143,12 +145,16 @@ class KVPool:
 
     def _tensor(self, pages: PageAllocator, shape: tuple[int, ...], dtype: torch.dtype, huge: bool = False) -> Tensor:
         """[pages or slots, *shape]."""
-        if self.device.type != "cpu":
-            return torch.zeros((pages.capacity, *shape), dtype=dtype, device=self.device)
         each = math.prod(shape) * dtype.itemsize
-        mapping = reserve(pages.capacity * each, huge)
-        self._mappings.append((mapping, each, pages))
-        return torch.frombuffer(mapping, dtype=dtype).view(pages.capacity, *shape)
+        if self.device.type == "cpu":
+            mapping = reserve(pages.capacity * each, huge)
+            take, memory = partial(release, mapping), torch.frombuffer(mapping, dtype=torch.uint8)
+        else:
+            reserved = Reserved(pages.capacity * each, self.device)
+            pages.backing.append(lambda page: reserved.ensure(page * each, (page + 1) * each))
+            take, memory = reserved.release, reserved.tensor()
+        self._releases.append((take, each, pages))
+        return memory.view(dtype).view(pages.capacity, *shape)
 
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]
@@ -197,11 +203,11 @@ class KVPool:
             pass
 
     def release(self) -> None:
-        """Give the memory of free pages and slots back to the operating system. They cost memory again once they are
-        written. What sessions hold and a prefix cache keeps stays, and so does `max_bytes`."""
-        for mapping, each, pages in self._mappings:
+        """Give the memory of free pages and slots back to the operating system, or the device. They cost memory again
+        once they are written. What sessions hold and a prefix cache keeps stays, and so does `max_bytes`."""
+        for take, each, pages in self._releases:
             for first, end in pages.free_runs():
-                release(mapping, first * each, end * each)
+                take(first * each, end * each)
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""

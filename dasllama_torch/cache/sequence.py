@@ -89,11 +89,14 @@ class Sequence:
         self._cut(self.length)
         self.torn = self.state >= 0
 
-    def checkpoint(self) -> None:
-        """Keep what `truncate` to here needs until a truncate to before it.
+    def checkpoint(self, *, alone: bool = False) -> None:
+        """Keep what `truncate` to here needs until a truncate to before it. alone: give up all other checkpoints.
 
         Raises OutOfPages, CannotRewind if the recurrent state is torn.
         """
+        if alone:
+            for mark in [mark for mark in self.checkpoints if mark != self.length]:
+                self._give_back_slot(self.checkpoints.pop(mark))
         if self.length == 0 or self.length in self.checkpoints:
             return
         slot = -1

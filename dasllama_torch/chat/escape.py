@@ -53,3 +53,13 @@ class Escape:
                 start = name.end()
         segments.append(Segment(shown[start:], True))
         return [segment for segment in segments if segment.text]
+
+
+def cut(segments: Iterable[Segment], start: int, stop: int) -> list[Segment]:
+    """The segments of characters [start, stop) of their text."""
+    parts, at = [], 0
+    for segment in segments:
+        text = segment.text[max(0, start - at) : max(0, stop - at)]
+        parts.append(Segment(text, segment.special))
+        at += len(segment.text)
+    return [part for part in parts if part.text]

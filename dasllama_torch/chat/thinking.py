@@ -63,7 +63,7 @@ class Tagged:
         stream cannot know that before it comes.
         """
         before, closed, _ = text.partition(self.close)
-        return _drain(self.stream(inside or (closed != "" and self.open not in before)), text)
+        return self.stream(inside or (closed != "" and self.open not in before)).drain(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +85,30 @@ class Harmony:
         return HarmonyStream()
 
     def split(self, text: str, inside: bool = False) -> Reply:
-        return _drain(self.stream(), text)
+        return self.stream().drain(text)
 
 
-ReasoningFormat = Tagged | Harmony
+@dataclass(frozen=True, slots=True)
+class NoReasoning:
+    """Of a model that does not reason: all of a reply is content."""
 
-FORMATS: tuple[ReasoningFormat, ...] = (
+    tokens: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+    stop_when_off: tuple[str, ...] = ()
+
+    def opened_by(self, prompt: str) -> bool:
+        return False
+
+    def stream(self, inside: bool = False) -> "ContentStream":
+        return ContentStream()
+
+    def split(self, text: str, inside: bool = False) -> Reply:
+        return Reply("", text)
+
+
+ReasoningFormat = Tagged | Harmony | NoReasoning
+
+FORMATS: tuple[Tagged | Harmony, ...] = (
     Harmony(),
     Tagged(
         open="<|channel>thought",
@@ -103,7 +121,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
 )
 
 
-def find(specials: Collection[str], template: str) -> ReasoningFormat | None:
+def find(specials: Collection[str], template: str) -> Tagged | Harmony | None:
     """The format whose tokens the vocabulary has and the template names. A vocabulary alone says little: families share
     them between models that reason and models that do not.
     """
@@ -132,8 +150,8 @@ class _Side:
         return solid
 
 
-class _Stream:
-    """What the streams share: a subclass cuts the text into runs of (text, whether it is reasoning)."""
+class ThinkStream:
+    """A reply as it arrives, split. A subclass cuts the text into runs of (text, whether it is reasoning)."""
 
     def __init__(self, reasons: bool = False):
         self._buffer = MarkerBuffer()
@@ -153,6 +171,11 @@ class _Stream:
         held = "" if self._reasons else self._content.held
         return Reply(rest.reasoning, rest.content + held)
 
+    def drain(self, text: str) -> Reply:
+        """A whole reply at once."""
+        first, rest = self.feed(text), self.finish()
+        return Reply(first.reasoning + rest.reasoning, first.content + rest.content)
+
     def _read(self, last: bool) -> Reply:
         reasoning, content = [], []
         for text, is_reasoning in self._runs(last):
@@ -168,7 +191,12 @@ class _Stream:
         raise NotImplementedError
 
 
-class TaggedStream(_Stream):
+class ContentStream(ThinkStream):
+    def _runs(self, last: bool) -> Iterator[tuple[str, bool]]:
+        yield self._buffer.take()[0], False
+
+
+class TaggedStream(ThinkStream):
     def __init__(self, form: Tagged, inside: bool):
         super().__init__(reasons=inside)
         self._form = form
@@ -192,7 +220,7 @@ _REASONING = re.compile(r"<\|channel\|>\s*(?:analysis|commentary)\b")
 _RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*\s*)?")
 
 
-class HarmonyStream(_Stream):
+class HarmonyStream(ThinkStream):
     def __init__(self):
         super().__init__()
         self._header: str | None = ""  # of the message that is read, as far as it has come; None within its body
@@ -245,8 +273,3 @@ class HarmonyStream(_Stream):
 
     def _is_header(self) -> bool:
         return _CHANNEL in self._header or self._header.startswith(_START)
-
-
-def _drain(stream: _Stream, text: str) -> Reply:
-    first, rest = stream.feed(text), stream.finish()
-    return Reply(first.reasoning + rest.reasoning, first.content + rest.content)

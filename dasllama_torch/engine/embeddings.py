@@ -153,9 +153,14 @@ class Prompt:
                 ids += parts[-1][1]
         return Prompt(ids, spans, parts)
 
-    def rest(self, n: int) -> list[list[int] | Embeddings]:
-        """The parts behind the first n rows, which end in no embeddings."""
-        return [part if start >= n else part[n - start :] for start, part in self.parts if start + len(part) > n]
+    def rest(self, n: int, stop: int | None = None) -> list[list[int] | Embeddings]:
+        """The parts behind the first n rows, up to row stop; neither lies within embeddings."""
+        stop = len(self.ids) if stop is None else stop
+        return [
+            part if n <= start and start + len(part) <= stop else part[max(0, n - start) : stop - start]
+            for start, part in self.parts
+            if start < stop and start + len(part) > n
+        ]
 
 
 @dataclass(frozen=True)

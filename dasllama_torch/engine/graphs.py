@@ -14,7 +14,6 @@ Prompts leave out the same (`sharing`), under the same conditions; their modules
 
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,11 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dasllama_torch.engine.captured import CapturedStep
+from dasllama_torch.engine.step_buffers import HandedOut, StepBuffers
 from dasllama_torch.modules import base
 from dasllama_torch.ops import registry
 from dasllama_torch.ops.program import Program, recording
 from dasllama_torch.ops.quant_linear import shared_activations
-from dasllama_torch.step import PageTable, Step
 
 if TYPE_CHECKING:
     from dasllama_torch.cache.pool import KVPool
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dasllama_torch.modules.causal_lm import CausalLM
 
 MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops hardly counts
+MAX_CAPTURED_ROWS = 64  # of a captured one
 MAX_STEPS = 8  # recorded steps of one model that are kept
 MAX_HEADS = 4  # of a recorded step; a stream needs two, as its logits last until the next are there
 
@@ -44,15 +45,17 @@ _profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
-def run(sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor] | None:
+def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) -> list[Tensor] | None:
     """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: logits f32 [V] of each.
 
-    None, and nothing done, if no recorded step may do it. The results are those of the modules, to the bit.
+    None, and nothing done, if no recorded step may do it, or without `record` if none stands ready. The results are
+    those of the modules, to the bit.
     """
     model, pool = sessions[0].model, sessions[0].pool
-    if not enabled or len(ids) > MAX_ROWS or pool.device.type != "cpu" or is_watched():
+    on_cpu = pool.device.type == "cpu"
+    if not enabled or len(ids) > (MAX_ROWS if on_cpu else MAX_CAPTURED_ROWS) or is_watched():
         return None
-    return _steps_of(model).run(model, pool, sessions, ids)
+    return _steps_of(model).run(model, pool, sessions, ids, record)
 
 
 def sharing(model: "CausalLM"):
@@ -108,17 +111,17 @@ class _RecordedSteps:
     """The recorded steps of one model, by pool and number of rows, all of one epoch."""
 
     def __init__(self):
-        self.steps: dict[tuple[KVPool, int], _RecordedStep] = {}
+        self.steps: dict[tuple[KVPool, int], _RecordedStep | CapturedStep] = {}
         self.epoch = None
         self.obstacle: _Obstacle | None = None
         self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
-    def run(self, model, pool, sessions, ids) -> list[Tensor] | None:
+    def run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            return self._run(model, pool, sessions, ids)
+            return self._run(model, pool, sessions, ids, record)
         finally:
             self.lock.release()
 
@@ -132,56 +135,35 @@ class _RecordedSteps:
         self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _run(self, model, pool, sessions, ids) -> list[Tensor] | None:
+    def _run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
         self.refresh()
         rows = 1 << (len(ids) - 1).bit_length()
         step = self.steps.get((pool, rows))
         if step is not None and step.serves(sessions):
             return step.run(model, sessions, ids)
-        if self.obstacle and self.obstacle.lasting:
+        if not record or (self.obstacle and self.obstacle.lasting):
             return None
         self.look_at(model)
         if not self.clear:
             return None
-        step = _RecordedStep(model, pool, rows, max(pool.blocks(session.n_ctx) for session in sessions))
-        step.write(sessions, ids)
-        registry.count_call("step", "eager")
-        step.record_body(model)
-        head = step.record_head(model)
-        refused = step.body.refused or head.program.refused
-        if refused:
-            self.obstacle = _Obstacle(refused)
+        kind = _RecordedStep if pool.device.type == "cpu" else CapturedStep
+        step = kind(model, pool, rows, max(pool.blocks(session.n_ctx) for session in sessions))
+        logits = step.run(model, sessions, ids)
+        if step.refused:
+            self.obstacle = _Obstacle(step.refused)
         else:
             if len(self.steps) == MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
             self.steps[pool, rows] = step
-        return head.rows[: len(ids)]
+        return logits
 
 
-class _Head:
-    """A program from a step's hidden states to logits.
-
-    rows: f32 [V] of each row, where the program writes them. They are made once and handed out as they are: a call of
-    torch costs more than a copy would, after weights have swept the caches.
-    """
+class _Head(HandedOut):
+    """A program from a step's hidden states to logits. rows: f32 [V] of each row, where the program writes them."""
 
     def __init__(self, program: Program, logits: Tensor):
         self.program = program
-        with torch.inference_mode(False):  # what is handed out may be changed in place
-            self.rows = [torch.from_numpy(row) for row in logits.numpy()]
-        self._storages = [row.untyped_storage() for row in self.rows]
-        self._alone = self._holders()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody else has one of the rows, its storage or another tensor of that."""
-        return self._holders() == self._alone
-
-    def _holders(self) -> list[tuple[int, int, int]]:
-        return [
-            (sys.getrefcount(row), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata))
-            for row, storage in zip(self.rows, self._storages, strict=True)
-        ]
+        super().__init__(logits)
 
 
 class _RecordedStep:
@@ -192,75 +174,27 @@ class _RecordedStep:
     """
 
     def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
-        device = pool.device
-
-        def full(shape, value, dtype) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
-        groups = range(len(pool.groups))
-        row = full((rows,), 0, torch.int32)
-        self.step = Step(
-            positions=full((rows,), 0, torch.int64),
-            row_seq=full((rows,), -1, torch.int32),
-            row_pos=row,
-            row_end=row.clone(),
-            n_seqs=rows,
-            cache=pool,
-            tables=tuple(
-                PageTable(slots=full((rows,), -1, torch.int64), block_table=full((rows, blocks), -1, torch.int32))
-                for _ in groups
-            ),
-            state_slots=full((rows,), -1, torch.int32) if pool.states else None,
-            logit_rows=None,  # all of them
-            row_context=full((rows,), 0, torch.int64),
-            input_ids=full((1, rows), 0, torch.int64),
-        )
-        self.blocks = blocks
+        self.buffers = StepBuffers(pool, rows, blocks)
+        self.refused = ""
         self.body: Program | None = None
         self.hidden: Tensor | None = None
         self.heads: list[_Head] = []
         for module in model.modules():
             base.watch(module)
-        # The same memory for NumPy: a step is written in microseconds, with nothing of torch in between.
-        step = self.step
-        self.rows = {
-            name: tensor.numpy()
-            for name, tensor in vars(step).items()
-            if isinstance(tensor, Tensor) and name != "input_ids"
-        }
-        self.ids = step.input_ids[0].numpy()
-        self.tables = [(table.slots.numpy(), table.block_table.numpy()) for table in step.tables]
 
     def serves(self, sessions: Sequence["Session"]) -> bool:
         """Whether the weights lie where they lay (of their `data` no epoch tells), and there is room for all pages."""
-        fits = all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
-        return fits and self.body.in_place
-
-    def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
-        """Make the step's tensors those of these rows; the rest become inert."""
-        n, rows = len(ids), self.rows
-        self.ids[:n], self.ids[n:] = ids, 0
-        rows["row_seq"][:n], rows["row_seq"][n:] = range(n), -1
-        for i, session in enumerate(sessions):
-            at = session.n_past
-            rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
-            rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
-            if "state_slots" in rows:
-                rows["state_slots"][i] = session.sequence.state
-        for name in ("positions", "row_pos", "row_end", "row_context"):
-            rows[name][n:] = 0
-        if "state_slots" in rows:
-            rows["state_slots"][n:] = -1
-        for group, (slots, blocks) in enumerate(self.tables):
-            slots[n:] = -1
-            for i, session in enumerate(sessions):
-                pages = session.sequence.tables[group]
-                blocks[i, : len(pages)] = pages
-                slots[i] = session.sequence.slot(group, session.n_past)
+        return self.buffers.fits(sessions) and self.body.in_place
 
     def run(self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor]:
-        """Logits f32 [V] after ids[i] at the end of sessions[i]."""
-        self.write(sessions, ids)
+        """Logits f32 [V] after ids[i] at the end of sessions[i]. The first time the modules evaluate them."""
+        self.buffers.write(sessions, ids)
+        if self.body is None:
+            registry.count_call("step", "eager")
+            self.record_body(model)
+            head = self.record_head(model)
+            self.refused = self.body.refused or head.program.refused
+            return head.rows[: len(ids)]
         registry.count_call("step", "recorded")
         free = next((head for head in self.heads if head.is_free), None)
         if _profiles is not None:
@@ -276,7 +210,8 @@ class _RecordedStep:
     def record_body(self, model: "CausalLM") -> None:
         """Evaluate the step up to the head by the modules, so that `body` can do it again."""
         with shared_activations(), recording([*model.parameters(), *model.buffers()]) as self.body:
-            self.hidden = model.get_decoder()(model.get_input_embeddings()(self.step.input_ids), self.step)
+            step = self.buffers.step
+            self.hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
 
     @torch.inference_mode()
     def record_head(self, model: "CausalLM") -> _Head:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dasllama_torch.engine.session import Session
     from dasllama_torch.modules.causal_lm import CausalLM
 
-MAX_ROWS = 512  # rows of one forward
+MAX_ROWS = 512  # rows of one forward on the CPU
+MAX_DEVICE_ROWS = 2048  # ... on a device, which many rows keep busy
 LOGITS = ("last", "all", None)
 HIDDEN = "hidden"  # in the place of one of these: all rows' hidden states
 
@@ -39,6 +40,10 @@ def run(
     sessions = list(sessions)
     if not sessions or len(sessions) != len(inputs):
         raise ValueError(f"wanted one list of ids per session, found {len(sessions)} sessions and {len(inputs)} lists")
+    if len(sessions) > 1:
+        _check_together(sessions)
+    if logits == "last" and (results := _run_ready(sessions, inputs)):
+        return results
     asked = [len(given) for given in inputs]
     ids = [s.pending + _ids(given) for s, given in zip(sessions, inputs, strict=True)]
     media = {i: given for i, given in enumerate(inputs) if isinstance(given, Embeddings)}
@@ -50,7 +55,7 @@ def run(
             ids[i] = session.pending + _ids(given)
     whole = {i: (len(ids[i]) - asked[i], len(ids[i])) for i, rows in media.items() if not rows.causal}
     marks = {i: s.prefix_cache.marks(s, len(ids[i])) for i, s in enumerate(sessions) if s.prefix_cache}
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS, whole, marks)
+    windows = plan_windows([len(tokens) for tokens in ids], _max_rows(sessions[0]), whole, marks)
     # The first of ids[i] whose logits are wanted: of the last in any case, of pending tokens before it never.
     first = [len(tokens) - max(n if logits == "all" else 1, 1) for tokens, n in zip(ids, asked, strict=True)]
     kept = _run_windows(sessions, ids, media, windows, logits, first)
@@ -64,25 +69,72 @@ def run(
     return [session.logits for session in sessions]
 
 
+def _run_ready(
+    sessions: list["Session"], inputs: Sequence[Sequence[int] | Embeddings]
+) -> list[Tensor | None] | None:
+    """`run` of one id for each session where no memory has to be taken and a recorded step stands ready: nearly all
+    that a stream does. None, and nothing done, of anything else.
+
+    The rest of `run` would come to the same. But weights have swept the caches, and all the Python that it takes would
+    cost some hundredths of a small model's step.
+    """
+    ids: list[int] = []
+    for session, given in zip(sessions, inputs, strict=True):
+        new = session.pending or given
+        if (
+            type(new) is not list
+            or len(session.pending) + len(given) != 1
+            or type(new[0]) is not int
+            or not 0 <= new[0] < session.model.config.n_vocab
+            or session.n_past >= session.n_ctx
+            or session.prefix_cache
+            or session.sequence.torn
+            or not session.sequence.has(1)
+        ):
+            return None
+        ids += new
+    try:
+        rows = graphs.run(sessions, ids, record=False)
+    except BaseException:
+        for session in sessions:
+            session.sequence.abandon()
+        raise
+    if rows is None:
+        return None
+    for session, new, row in zip(sessions, ids, rows, strict=True):
+        session.tokens.append(new)
+        session.pending, session.logits = [], row
+        session.sequence.advance(1)
+    return rows
+
+
 def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[list[Tensor]]:
     """Evaluate ids[i] at the end of sessions[i] like `run`, for what the head would take: of each session the normed
     hidden states of its rows, f32 [T, C] for each forward that had some. The sessions get no logits."""
     ids = [[int(token) for token in tokens] for tokens in ids]
     _check(sessions, ids, {})
-    windows = plan_windows([len(tokens) for tokens in ids], MAX_ROWS)
+    windows = plan_windows([len(tokens) for tokens in ids], _max_rows(sessions[0]))
     return _run_windows(sessions, ids, {}, windows, HIDDEN, [0] * len(ids))
+
+
+def _max_rows(session: "Session") -> int:
+    return MAX_ROWS if session.pool.device.type == "cpu" else MAX_DEVICE_ROWS
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:
     return [EMBEDDING] * len(given) if isinstance(given, Embeddings) else [int(token) for token in given]
 
 
-def _check(sessions: list["Session"], ids: list[list[int]], media: dict[int, Embeddings]) -> None:
+def _check_together(sessions: list["Session"]) -> None:
     if len(set(map(id, sessions))) != len(sessions):
         raise ValueError("a session may stand in a batch once only")
     model, pool = sessions[0].model, sessions[0].pool
     if any(s.model is not model or s.pool is not pool for s in sessions):
         raise ValueError("the sessions of a batch must be of one model and one pool")
+
+
+def _check(sessions: list["Session"], ids: list[list[int]], media: dict[int, Embeddings]) -> None:
+    model = sessions[0].model
     n_vocab = model.config.n_vocab
     for i, (session, tokens) in enumerate(zip(sessions, ids, strict=True)):
         if not tokens:
@@ -234,6 +286,7 @@ def _step(
         logit_rows=tensor(logit_rows),
         row_context=tensor([sessions[s].n_ctx for s in row_seq]),
         input_ids=tensor([tokens]),
+        sessions=tuple(sessions),
     )
 
 

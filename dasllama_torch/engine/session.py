@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,56 +12,18 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
-from dasllama_torch.engine import runner, session_file
+from dasllama_torch.engine import generation, runner, session_file
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
+from dasllama_torch.engine.generation import Sample
+from dasllama_torch.engine.stats import Stats
 from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.sampling import SamplingParams
-from dasllama_torch.text.detokenizer import StreamingDetokenizer
 
 if TYPE_CHECKING:
     from dasllama_torch.engine.prefix_cache import PrefixCache
 
 DEFAULT_SEED = 0  # of a new session, so that runs repeat
-
-
-@dataclass
-class Stats:
-    """Of the last `generate` or `prefill`, or of the `eval` that began a session of a prefix cache. Times in seconds,
-    rates in tokens per second.
-
-    n_prompt: tokens of the prompt; reused_tokens: those of them that were not evaluated, as the session or its prefix
-    cache held them. first_difference: index of the first token at which the prompt departs from the history that agrees
-    with it longest, of those that the session and its prefix cache hold; None if that history does not go on.
-    n_generated: tokens yielded. prefill_s: time to evaluate the prompt. ttft_s: time to the first token. decode_s: from
-    the first token to the last. stop: why it ended: "eog", "length", "context", or "caller", which also stands there
-    while it runs and after an error. shifts: how often the session shifted meanwhile, and reevaluated_tokens: what that
-    made it evaluate once more.
-    """
-
-    n_prompt: int = 0
-    reused_tokens: int = 0
-    first_difference: int | None = None
-    n_generated: int = 0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
-    stop: str = "caller"
-    shifts: int = 0
-    reevaluated_tokens: int = 0
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of the prompt that were evaluated."""
-        return self.n_prompt - self.reused_tokens
-
-    @property
-    def prefill_tps(self) -> float:
-        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tps(self) -> float:
-        return (self.n_generated - 1) / self.decode_s if self.decode_s else 0.0
 
 
 class Session:
@@ -99,7 +60,7 @@ class Session:
         self.pending: list[int] = []
         self.logits: Tensor | None = None
         self.stats = Stats()
-        self._generator = torch.Generator().manual_seed(DEFAULT_SEED)
+        self.generator = torch.Generator().manual_seed(DEFAULT_SEED)
         self._closed = False
 
     @property
@@ -116,7 +77,7 @@ class Session:
         """
         return eval_batch([self], [ids], logits)[0]
 
-    def prefill(self, prompt: Sequence[int | Embeddings]) -> Tensor:
+    def prefill(self, prompt: Sequence[int | Embeddings], *, checkpoint: int | None = None) -> Tensor:
         """Make a prompt all that the session holds, and return the logits f32 [V] after it: ids, and embeddings between
         them.
 
@@ -125,6 +86,9 @@ class Session:
         like `truncate`, so layers with a window or a recurrent state may have to go back further: to a checkpoint, to
         what a prefix cache keeps, or to the beginning. The last token is always evaluated, unless the session stands
         behind it already. `stats` counts both kinds.
+
+        checkpoint: where in the prompt to make one, in place of all that there are: before what the next prompt may not
+        hold. It is left out where the session stands behind that already.
 
         Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
         prompt.
@@ -142,7 +106,11 @@ class Session:
             stats.reused_tokens, self.pending = n, []
             return self.logits
         stats.reused_tokens, stats.first_difference = self._go_back(prompt)
-        *parts, last = prompt.rest(stats.reused_tokens)
+        if checkpoint is not None and stats.reused_tokens <= checkpoint < n:
+            for part in prompt.rest(self.n_past, checkpoint):
+                runner.run([self], [part], None)
+            self.sequence.checkpoint(alone=True)
+        *parts, last = prompt.rest(self.n_past)
         for part in parts:
             runner.run([self], [part], None)
         (logits,) = runner.run([self], [last], "last")
@@ -241,7 +209,7 @@ class Session:
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
         fork.set_spans(self.spans.copy())
         fork.logits = None if self.logits is None else self.logits.clone()
-        fork._generator.set_state(self._generator.get_state())
+        fork.generator.set_state(self.generator.get_state())
         return fork
 
     def save(self, path: str | os.PathLike) -> None:
@@ -255,6 +223,11 @@ class Session:
         """
         self._check_open()
         session_file.save(self, path)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether `truncate` reaches every position, however long ago: no layer has a window or a recurrent state."""
+        return not self.pool.states and not any(group.window for group in self.pool.groups)
 
     def checkpoint(self) -> None:
         """Make it possible to `truncate` to here, whatever the layers; costs a copy of the recurrent states and keeps
@@ -335,16 +308,23 @@ class Session:
 
     def set_seed(self, seed: int) -> None:
         """Start the session's random numbers anew."""
-        self._generator.manual_seed(seed)
+        self.generator.manual_seed(seed)
 
-    def sample(self, params: SamplingParams | None = None) -> int:
-        """Draw a token from the logits after all tokens so far; it is not evaluated."""
+    def sample(self, params: SamplingParams | None = None, allowed: Tensor | None = None) -> int:
+        """Draw a token from the logits after all tokens so far; it is not evaluated.
+
+        allowed: bool [V], the tokens that may come, such as `Matcher.allowed` of a constraint, which `sample` alone
+        cannot follow: params with one are refused without it.
+        """
+        params = params or SamplingParams()
+        if params.constraint is not None and allowed is None:
+            raise ValueError("a constraint is followed by generate; wanted params without one, or what is allowed")
         if self.pending:
             self.eval([])
         if self.logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
         tokens = [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
-        return sampling.sample(self.logits, tokens, params or SamplingParams(), self._generator)
+        return sampling.sample(self.logits, tokens, params, self.generator, allowed)
 
     def generate(
         self,
@@ -353,57 +333,48 @@ class Session:
         max_tokens: int | None = None,
         *,
         whole: bool = False,
+        checkpoint: int | None = None,
     ) -> Iterator[tuple[int | None, str]]:
-        """Evaluate ids, or embeddings, then yield (token id, text) until an end-of-generation token, max_tokens or the
-        context's end, over which a session that shifts goes on. whole: they are all that the session shall hold, see
-        `prefill`.
+        """Evaluate ids, or embeddings, then yield (token id, text) until something ends the text: an end-of-generation
+        token, what the params say, max_tokens, or the context's end, over which a session that shifts goes on.
+        `stats.stop` says what it was. whole: ids are all that the session shall hold, and
+        checkpoint is a place in them, see `prefill`.
 
-        An end-of-generation token ends the stream and is not part of it. A yielded token is evaluated only with what
-        follows, so a caller may stop at any point, and the next call goes on where the stream ended. The text is empty
-        while a character is incomplete; one that stays so is closed by a last pair (None, "\ufffd"). Without a
-        vocabulary the text is empty. Raises ContextFull if the ids do not fit.
+        An end-of-generation token and the params' stop_ids end the stream and are not part of it. A stop string ends it
+        when its last character has come, also in the middle of a token: the text ends before it, while the tokens that
+        spell it are yielded and held, as the model has seen them; a next turn goes on behind them, or by `prefill` from
+        where its own text differs. With a constraint only tokens come behind which the text can still become one of the
+        language; an end-of-generation token comes only where it is one, and the stream ends by itself where nothing
+        can follow. max_tokens and the context's end may cut it short: `stats.stop` is "length" or "context" then. A
+        constraint is about the text of one call, from its beginning.
+
+        A yielded token is evaluated only with what follows, so a caller may stop at any point, and the next call goes
+        on where the stream ended. The text is empty while a character is incomplete, and while it may be the beginning
+        of a stop string; what is left of it at the end comes as a last pair (None, text), where a character that stayed
+        incomplete is "\ufffd". Without a vocabulary the text is empty. Where params.logprobs is a number,
+        `stats.logprobs` grows with each token.
+
+        Raises ContextFull if the ids do not fit, ConstraintError if the vocabulary cannot spell what has to come, and
+        ValueError for ids of the params that it lacks.
         """
-        params = params or SamplingParams()
-        if params.seed is not None:
-            self.set_seed(params.seed)
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"max_tokens is {max_tokens}, wanted 0 or more")
-        tokenizer = self.model.tokenizer
-        has_text = tokenizer is not None and tokenizer.has_vocab
-        stop_ids = tokenizer.eog_ids if has_text else frozenset()
-        start = time.perf_counter()
-        if whole:
-            self.prefill(ids)
-        else:
-            self.stats = Stats(n_prompt=len(self.pending) + len(ids))
-            if len(ids) or self.pending:
-                self.eval(ids)
-        stats = self.stats
-        # The text goes on after what there is: a space that belongs to its first token is not lost.
-        prev_id = self.tokens[-1] if self.tokens and self.tokens[-1] != EMBEDDING else None
-        text = StreamingDetokenizer(tokenizer, prev_id=prev_id) if has_text else None
-        stats.prefill_s = time.perf_counter() - start
-        first = None
-        while max_tokens is None or stats.n_generated < max_tokens:
-            if self.on_full == "error" and self.n_past + len(self.pending) > self.n_ctx:
-                stats.stop = "context"
-                break
-            token = self.sample(params)
-            now = time.perf_counter()
-            if first is None:
-                first, stats.ttft_s = now, now - start
-            if token in stop_ids:
-                stats.stop = "eog"
-                break
-            stats.n_generated += 1
-            stats.decode_s = now - first
-            self.pending = [token]
-            yield token, text.feed(token) if text else ""
-        else:
-            stats.stop = "length"
-        tail = text.finish() if text else ""
-        if tail:
-            yield None, tail
+        return generation.generate(self, ids, params or SamplingParams(), max_tokens, whole, checkpoint)
+
+    def generate_n(
+        self,
+        ids: Sequence[int | Embeddings] | Embeddings = (),
+        params: SamplingParams | None = None,
+        n: int = 1,
+        max_tokens: int | None = None,
+        *,
+        whole: bool = False,
+    ) -> list[Sample]:
+        """n texts behind the same ids, which are evaluated once: n forks go on from there, in one batch per step, until
+        each has ended as in `generate`. The session itself stays behind the ids.
+
+        Sample i draws as a fork alone would whose seed is params.seed + i; without a seed each gets one from the
+        session's generator. The forks stay open and hold their part of the pool: close those that are not needed.
+        """
+        return generation.generate_n(self, ids, params or SamplingParams(), n, max_tokens, whole)
 
     def generate_embd(
         self,

@@ -56,7 +56,7 @@ def save(session: "Session", path: str | os.PathLike) -> None:
     tensors |= {
         "tokens": torch.tensor(session.tokens, dtype=torch.int64),
         "pending": torch.tensor(session.pending, dtype=torch.int64),
-        "generator": session._generator.get_state(),
+        "generator": session.generator.get_state(),
     }
     if session.logits is not None:
         tensors["logits"] = session.logits
@@ -133,7 +133,7 @@ class SessionFile:
         if "logits" in self._left:
             logits = self._tensor("logits", torch.float32, [self.model.config.n_vocab])
         try:
-            session._generator.set_state(self._tensor("generator", torch.uint8))
+            session.generator.set_state(self._tensor("generator", torch.uint8))
         except RuntimeError as error:
             raise self._fault(f"tensor 'generator': {str(error).splitlines()[0]}") from None
         if self._left:

@@ -14,10 +14,13 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,11 +30,13 @@ from dasllama_torch.gguf.shards import check_shards, shard_paths
 from dasllama_torch.gguf.values import Cursor, quote
 from dasllama_torch.memory import huge_pages
 from dasllama_torch.ops.ggml_types import GGML_TYPES
+from dasllama_torch.threads import usable_cores
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_ALIGNMENT = 1 << 20  # bytes; files in use have 32, some 64 or 4096
 DEFAULT_ALIGNMENT = 32
 READ_BYTES = 8 << 20  # at a time
+MAX_READERS = 4  # threads; more do not make memory come faster
 MIN_KEY_BYTES = 8 + 1 + 4 + 1  # name length, name, type, the shortest value
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # name length, name, number of dimensions, type, offset
 
@@ -172,14 +177,25 @@ def _read_tensors(
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     try:
         memory = huge_pages(end - begin)
-        with path.open("rb", buffering=0) as file, memoryview(memory) as view:
-            file.seek(begin)
-            at = 0
-            while at < len(view):
-                n = file.readinto(view[at : at + READ_BYTES])
-                if not n:
-                    raise GGUFError(f"{path}: truncated while it was read: {begin + at} bytes, wanted {end}")
-                at += n
+        with memoryview(memory) as view, ExitStack() as opened:
+            # Most of the time goes into giving the process memory, not into the disk: cores share that well.
+            files: SimpleQueue[BinaryIO] = SimpleQueue()
+            readers = min(MAX_READERS, usable_cores())
+            for _ in range(readers):
+                files.put(opened.enter_context(path.open("rb", buffering=0)))
+
+            def read(at: int) -> int:
+                file = files.get()
+                try:
+                    n = _fill(view[at : at + READ_BYTES], file, begin + at)
+                    if n < min(READ_BYTES, len(view) - at):
+                        raise GGUFError(f"{path}: truncated while it was read: {begin + at + n} bytes, wanted {end}")
+                    return n
+                finally:
+                    files.put(file)
+
+            pool = opened.enter_context(ThreadPoolExecutor(readers))
+            for n in pool.map(read, range(0, len(view), READ_BYTES)):
                 done(n)
     except (OSError, ValueError) as e:
         raise GGUFError(f"{path}: cannot be read: {e}") from e
@@ -188,6 +204,15 @@ def _read_tensors(
         name: replace(tensor, data=buffer[tensor.offset - begin :][: tensor.nbytes].reshape(tensor.data.shape))
         for name, tensor in tensors.items()
     }
+
+
+def _fill(piece: memoryview, file: BinaryIO, at: int) -> int:
+    """Read a piece that begins at a place of the file: how many bytes of it there were."""
+    file.seek(at)
+    filled = 0
+    while filled < len(piece) and (n := file.readinto(piece[filled:])):
+        filled += n
+    return filled
 
 
 def _version(cursor: Cursor) -> int:

@@ -176,11 +176,7 @@ class StateDictSource(TensorSource):
                 raise GGUFError(
                     f"{origin}: {quote(came_from[name])} and {quote(key)} both become tensor {quote(name)}, wanted one"
                 )
-            if tensor.dtype not in _QTYPES:
-                wanted = ", ".join(map(str, _QTYPES))
-                raise UnsupportedModel(
-                    f"{origin}: tensor {quote(key)} has dtype {tensor.dtype}, wanted one of {wanted}"
-                )
+            _check_dtype(key, tensor, origin)
             came_from[name] = key
             self._tensors[name] = tensor
 
@@ -189,7 +185,18 @@ class StateDictSource(TensorSource):
 
     def _fetch(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
         tensor = self._tensors.get(name)
-        if tensor is None:
-            return None
-        data = tensor.contiguous().reshape(tensor.shape or (1,)).view(torch.uint8)
-        return PackedTensor(name, tuple(tensor.shape), _QTYPES[tensor.dtype], data)
+        return None if tensor is None else pack(name, tensor, self.origin)
+
+
+def pack(name: str, tensor: Tensor, origin: str) -> PackedTensor:
+    """A float tensor as F32, F16 or BF16, a view of it where it is contiguous. origin: for the message of
+    UnsupportedModel, which another dtype raises."""
+    _check_dtype(name, tensor, origin)
+    data = tensor.contiguous().reshape(tensor.shape or (1,)).view(torch.uint8)
+    return PackedTensor(name, tuple(tensor.shape), _QTYPES[tensor.dtype], data)
+
+
+def _check_dtype(name: str, tensor: Tensor, origin: str) -> None:
+    if tensor.dtype not in _QTYPES:
+        wanted = ", ".join(map(str, _QTYPES))
+        raise UnsupportedModel(f"{origin}: tensor {quote(name)} has dtype {tensor.dtype}, wanted one of {wanted}")

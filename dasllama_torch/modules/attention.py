@@ -1,5 +1,6 @@
 """Attention over what the Step says: a paged cache, or the rows of this forward alone."""
 
+import torch
 from torch import Tensor
 
 from dasllama_torch.modules.base import Module
@@ -34,7 +35,7 @@ class PagedAttention(Module):
         self.source, self.is_source, self.causal = layer if source is None else source, is_source, causal
 
     def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None) -> Tensor:
-        row_end = step.causal_end if self.causal and step.causal_end is not None else step.row_end
+        row_end = self.row_end(step)
         if step.cache is None:
             # The rows are their own keys. This form has a gradient; a cache does not.
             if k is None:
@@ -53,6 +54,34 @@ class PagedAttention(Module):
             q, cache.k, cache.v, table.block_table, step.row_seq, step.row_pos, row_end,
             self.scale, self.window, self.softcap, sinks, cache.k_codec.id, cache.v_codec.id, cache.v_dim,
         )  # fmt: skip
+
+    def row_end(self, step: Step) -> Tensor:
+        """How many keys each row may see here, int32 [T]."""
+        return step.causal_end if self.causal and step.causal_end is not None else step.row_end
+
+    def probabilities(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The weights f32 [B, H, T, T] of the values, for a forward without a cache: q [B, T, H, D], k [B, T, G, D].
+
+        By the formula, in f32, as transformers' eager attention has them: what a sink takes is missing from a row's
+        sum. Rows of padding are zeros.
+        """
+        keys = step.kv[self.source][0] if k is None else k
+        B, T, H, _ = q.shape
+        keys = keys.float().repeat_interleave(H // keys.shape[2], 2)
+        scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * self.scale
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        sequence, at, end = (each.view(B, 1, T) for each in (step.row_seq, step.row_pos, self.row_end(step)))
+        seen = (sequence >= 0) & (sequence.mT == sequence) & (at < end.mT)  # [B, T, T]: row t sees key s
+        if self.window:
+            seen &= at > at.mT - self.window
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, T, 1)], -1)
+        weights = scores.softmax(-1)[..., :T]
+        return weights.masked_fill(~seen.any(-1)[:, None, :, None], 0.0)
 
     def extra_repr(self) -> str:
         parts = [f"layer={self.layer}", f"scale={self.scale:g}"]

@@ -1,5 +1,7 @@
 """Packed matrices as modules: Linear and Embedding hold the file's bytes, and `.weight` dequantizes on access."""
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,10 @@ class Packed(Module):
     def weight(self) -> Tensor:
         """The dequantized weight, f32 of `shape`, computed on each access; writing to it changes nothing."""
         return dequantize(self.qweight, self.qtype)
+
+    def numel(self) -> int:
+        """How many numbers the bytes stand for."""
+        return prod(self.shape)
 
     def extra_repr(self) -> str:
         *stack, n, k = self.shape

@@ -5,7 +5,7 @@ and on UTF-8 (Gemma 4).
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer, models
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer
 from tokenizers.pre_tokenizers import Sequence as PreSequence
 
 from dasllama_torch.errors import TokenizerError
@@ -61,6 +61,20 @@ class _Pairs(Sequence):
         return left, right
 
 
+def bpe_model(vocab: dict[str, int], merges: Sequence[str], pre: Pre) -> models.BPE:
+    """The merges as the `tokenizers` library applies them. Raises TokenizerError for some that do not fit."""
+    try:
+        return models.BPE(vocab, _Pairs(merges), ignore_merges=pre.ignore_merges, byte_fallback=not pre.byte_level)
+    except Exception as e:  # the library has no narrower class
+        raise TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {e}") from e
+
+
+def pre_tokenizer_of(pre: Pre) -> PreTokenizer:
+    """How text is cut, and spelled in the alphabet of the vocabulary."""
+    alphabet = ByteLevel(add_prefix_space=False, use_regex=False)
+    return PreSequence([pre.splitter(), alphabet]) if pre.byte_level else pre.splitter()
+
+
 class BPE:
     """Text without special tokens -> ids.
 
@@ -75,14 +89,8 @@ class BPE:
         if self._unspellable and not pre.byte_level:
             missing = ", ".join(spelled[b] for b in sorted(self._unspellable))
             raise TokenizerError(f"tokenizer.ggml.tokens has no {missing}; wanted a token for each byte")
-        try:
-            model = models.BPE(vocab, _Pairs(merges), ignore_merges=pre.ignore_merges, byte_fallback=not pre.byte_level)
-        except Exception as e:  # the library has no narrower class
-            raise TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {e}") from e
-        self._tokenizer = Tokenizer(model)
-        splitter = pre.splitter()
-        alphabet = ByteLevel(add_prefix_space=False, use_regex=False)
-        self._tokenizer.pre_tokenizer = PreSequence([splitter, alphabet]) if pre.byte_level else splitter
+        self._tokenizer = Tokenizer(bpe_model(vocab, merges, pre))
+        self._tokenizer.pre_tokenizer = pre_tokenizer_of(pre)
 
     def encode(self, text: str) -> list[int]:
         if not self._byte_level:

@@ -27,6 +27,11 @@ class StreamingDetokenizer:
         self._after_special = prev_id is None or tokenizer.token_type(prev_id) in SPECIAL_TYPES
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def swallows_space(self) -> bool:
+        """Whether the next token loses a space that it begins with."""
+        return self._after_special and self._tokenizer.add_space_prefix
+
     def feed(self, token_id: int) -> str:
         """The characters that `token_id` completes; "" if none. TokenizerError if the vocabulary has no such id."""
         kind = self._tokenizer.token_type(token_id)
@@ -36,7 +41,7 @@ class StreamingDetokenizer:
             if self._skip_special and kind is not TokenType.USER_DEFINED:
                 return ""
         else:
-            if self._after_special and self._tokenizer.add_space_prefix:
+            if self.swallows_space:
                 raw = raw.removeprefix(b" ")
             self._after_special = False
         return self._utf8.decode(raw)

@@ -23,7 +23,7 @@ _LOWERCASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+"
 _CAPITALIZED = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*"
 _SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_BLANKS}"
 _QWEN2 = rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}"
 _QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}"
@@ -62,11 +62,11 @@ _ROWS = {
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Pre((_QWEN2,)),
     "qwen35": Pre((_QWEN35,)),
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert roberta-bpe"
-    " jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code": Pre((_GPT2,)),
+    " jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code": Pre((GPT2_PATTERN,)),
     "gpt-4o llama4 kanana2 talkie": Pre((_GPT4O,)),
     "tekken": Pre((_TEKKEN,), add_bos=True, ignore_merges=True),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Pre((r"\p{N}", _GPT2)),
-    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Pre((r"\p{N}", GPT2_PATTERN)),
+    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gemma4 granite-embed-multi-311m": Pre((r"\n+",), add_bos=True, byte_level=False),
 }
 PRE_TOKENIZERS = {name: pre for names, pre in _ROWS.items() for name in names.split()}

@@ -110,23 +110,32 @@ class Tokenizer:
                 ids += self._encode_run(part)
         return ids + eos
 
-    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
+    def encode_segments(self, segments: Iterable[tuple[str, bool]], *, prev_id: int | None = None) -> list[int]:
         """The ids of a text in segments of (text, whether the names of special tokens in it become those tokens), with
         nothing put around them. No name goes over from one segment into the next; apart from that, where segments meet
-        makes no difference. TokenizerError as in `encode`.
+        makes no difference. prev_id: the id that comes before, None where the segments begin a text; after one of a
+        text no space is put before the first word. TokenizerError as in `encode`.
         """
         self._need_vocab("encode")
         ids: list[int] = []
         run = ""
+        goes_on = prev_id is not None and self.token_type(prev_id) not in SPECIAL_TYPES
         for text, special in segments:
             for part in self._specials.split(_valid(text)) if special else [_valid(text)]:
                 if isinstance(part, str):
                     run += part
                 else:
-                    ids += self._encode_run(run)
+                    ids += self._encode_run(run, goes_on)
                     ids.append(part.id)
-                    run = ""
-        return ids + self._encode_run(run)
+                    run, goes_on = "", False
+        return ids + self._encode_run(run, goes_on)
+
+    def to_tokenizers(self):
+        """The vocabulary as a `tokenizers.Tokenizer`, see fast.py. TokenizerError as in `encode`."""
+        from .fast import as_tokenizers
+
+        self._need_vocab("encode")
+        return as_tokenizers(self._vocab)
 
     def special_types(self) -> dict[str, TokenType]:
         """Name -> type of the tokens that are found in a text as they stand: control, unknown and user-defined ones."""
@@ -212,11 +221,11 @@ class Tokenizer:
         found = ((vocab.tokens[i], i) for i in np.flatnonzero(np.isin(vocab.types, kinds)).tolist())
         return SpecialTokens(Special(text, i, *strips(text, vocab.name, vocab.pre_name)) for text, i in found if text)
 
-    def _encode_run(self, text: str) -> list[int]:
-        """The ids of the text between two special tokens."""
+    def _encode_run(self, text: str, goes_on: bool = False) -> list[int]:
+        """The ids of the text between two special tokens. goes_on: there is text before it."""
         if not text:
             return []
-        return self._text_model.encode(" " + text if self.add_space_prefix else text)
+        return self._text_model.encode(" " + text if self.add_space_prefix and not goes_on else text)
 
     def _need_vocab(self, verb: str) -> None:
         if not self.has_vocab:

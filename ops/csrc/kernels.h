@@ -106,6 +106,11 @@ inline int64_t delta_backward_scratch(const DeltaArgs& a, int64_t n) {
   return states * a.Dk * a.Dv + 3 * (a.Dk + a.Dv);
 }
 
+// What a block of the vocabulary adds to the band in which a cut is looked for; see kernels/sample_token.inl.
+struct SamplePart {
+  double from_above;  // mass of its elements above the band
+  int64_t end;        // of its elements in the list of those in the band
+};
 // One draw from logits f32 [V]; see kernels/sample_token.inl.
 struct SampleArgs {
   const float* logits;
@@ -116,9 +121,11 @@ struct SampleArgs {
   int64_t penalized;             // number of ids that have another logit than `logits` says:
   const int64_t* penalized_ids;  // these, rising
   const float* penalized_logits;
-  float *e, *list, *spare;  // memory for sample_floats(V) each
-  int32_t* ids;             // for V
-  double* blocks;           // for 2 * sample_blocks(V)
+  float *kept, *band, *spare[2];  // memory for sample_floats(V) each
+  int32_t* ids;                   // for V
+  double* blocks;                 // this and what follows for sample_blocks(V) each
+  SamplePart* parts;
+  int32_t* equals;
 };
 constexpr int64_t kSampleBlock = 1024;  // elements of a sum in f32
 constexpr int64_t sample_floats(int64_t V) { return round16(V) + 16; }

@@ -26,9 +26,12 @@ Tensor sample_token(const Tensor& logits, const Tensor& seen, double repetition_
     DASLLAMA_CHECK(ids[i] >= 0 && ids[i] < V, "sample_token", "id ", ids[i], " of seen is not one of ", V, " logits");
 
   const auto F = static_cast<size_t>(sample_floats(V)), B = static_cast<size_t>(sample_blocks(V));
-  double* blocks = static_cast<double*>(
-      thread_scratch(2 * B * sizeof(double) + 3 * F * sizeof(float) + static_cast<size_t>(V) * sizeof(int32_t)));
-  float* e = reinterpret_cast<float*>(blocks + 2 * B);
+  auto* parts = static_cast<SamplePart*>(
+      thread_scratch(B * (sizeof(SamplePart) + sizeof(double) + sizeof(int32_t)) + 4 * F * sizeof(float) +
+                     static_cast<size_t>(V) * sizeof(int32_t)));
+  auto* blocks = reinterpret_cast<double*>(parts + B);
+  auto* floats = reinterpret_cast<float*>(blocks + B);
+  auto* int32s = reinterpret_cast<int32_t*>(floats + 4 * F);
   std::vector<int64_t> penalized(ids, ids + n);
   std::sort(penalized.begin(), penalized.end());
   std::vector<float> values;
@@ -43,7 +46,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& seen, double repetition_
   }
   const SampleArgs a{in.const_data_ptr<float>(), V, temp, top_k, top_p, min_p, draw,
                      static_cast<int64_t>(values.size()), penalized.data(), values.data(),
-                     e, e + F, e + 2 * F, reinterpret_cast<int32_t*>(e + 3 * F), blocks};
+                     floats, floats + F, {floats + 2 * F, floats + 3 * F}, int32s, blocks, parts, int32s + V};
   const Kernels& k = kernels();
   count_call("sample_token", k.name);
   Tensor token = torch::stable::new_empty(seen, {}, ScalarType::Long);

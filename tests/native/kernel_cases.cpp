@@ -156,9 +156,11 @@ struct Cases {
     const int64_t V = 5003;
     Floats logits = floats(V, 16);
     for (size_t i = 0; i < logits.size(); i += 3) logits[i] = 0.5f;
-    Floats e = blank(sample_floats(V)), list = e, spare = e;
-    std::vector<int32_t> ids(static_cast<size_t>(V));
-    std::vector<double> blocks(static_cast<size_t>(2 * sample_blocks(V)));
+    Floats kept = blank(sample_floats(V)), band = kept, spare = kept, other_spare = kept;
+    const auto B = static_cast<size_t>(sample_blocks(V));
+    std::vector<int32_t> ids(static_cast<size_t>(V)), equals(B);
+    std::vector<double> blocks(B);
+    std::vector<SamplePart> parts(B);
     const Ids changed = {0, 1024, 5002};
     const Floats changed_to = {0.5f, -2, 15};
     for (int64_t top_k : {0, 40, 2000})
@@ -168,8 +170,9 @@ struct Cases {
           for (double temp : {0.0, 0.7, 3.0})
             for (double draw = 0; draw < 1; draw += 0x1p-5)
               tokens.push_back(k.sample_token({logits.data(), V, temp, top_k, top_p, min_p, draw, 3, changed.data(),
-                                               changed_to.data(), e.data(), list.data(), spare.data(), ids.data(),
-                                               blocks.data()}));
+                                               changed_to.data(), kept.data(), band.data(),
+                                               {spare.data(), other_spare.data()}, ids.data(), blocks.data(),
+                                               parts.data(), equals.data()}));
           put(tokens, "sample_token", top_k, top_p, min_p);
         }
   }

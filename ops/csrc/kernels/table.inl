@@ -1,5 +1,7 @@
 // The kernels of one instruction set, and DASLLAMA_TABLE, which lists them in the order of struct Kernels. Included by
 // kernels_<isa>.cpp.
+#include <numeric>
+
 #include "../blocks.h"
 #include "../kernels.h"
 #include "lanes.h"

@@ -1,0 +1,200 @@
+"""Compile the Triton kernels ahead of time, without a GPU, and print what was compiled: a program of its own, because
+Triton must not be interpreting when the kernels are imported.
+
+    python tests/compile_kernels.py [--targets sm_90,gfx942] [--types Q4_K,IQ3_S] [--variants]
+"""
+
+import argparse
+import contextlib
+import functools
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8",
+    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@contextlib.contextmanager
+def compiled(targets, variants: bool = True):
+    """Within it a launch compiles its kernel for each target, specialized as for the launch, and runs nothing.
+
+    variants: each way that a kernel is specialized, not the first one alone.
+
+    Yields a list of (kernel's name, target's name), one entry for each compilation.
+    """
+    done, seen = [], set()
+
+    def run(self, *args, grid=None, warmup=False, **kwargs):
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        for target in targets:
+            if not variants and (self.__name__, target) in done:
+                continue
+            signature, constants, attrs = {}, {}, {}
+            for at, parameter in enumerate(self.params):
+                value = bound[parameter.name]
+                if parameter.name == "PTX":
+                    value = TARGETS[target].backend == "cuda"
+                elif parameter.name == "EARLY":
+                    value = target == "sm_90"
+                if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+                    signature[parameter.name], constants[(at,)] = "constexpr", value
+                    continue
+                if isinstance(value, torch.Tensor):
+                    signature[parameter.name] = "*" + _TYPES[value.dtype]
+                    whole = value.data_ptr() % 16 == 0
+                elif isinstance(value, float):
+                    signature[parameter.name], whole = "fp32", False
+                else:
+                    signature[parameter.name], whole = ("i32" if abs(value) < 2**31 else "i64"), value % 16 == 0
+                if whole:
+                    attrs[(at,)] = [["tt.divisibility", 16]]
+            key = (self.__name__, target, str(signature), str(constants), str(attrs), str(options))
+            if key not in seen:
+                seen.add(key)
+                triton.compile(ASTSource(self, signature, constants, attrs), target=TARGETS[target], options=options)
+                done.append((self.__name__, target))
+
+    before, JITFunction.run = JITFunction.run, run
+    try:
+        yield done
+    finally:
+        JITFunction.run = before
+
+
+def launches(types: list[str]) -> list:
+    """Calls that launch every kernel, and those of packed weights for each of the types."""
+    from dasllama_torch.ops import ggml_types
+    from dasllama_torch.triton_kernels import (
+        causal_conv1d,
+        delta_gates,
+        dequantize,
+        embedding,
+        few_rows,
+        fused_round,
+        gated_act,
+        gated_delta_rule,
+        grouped_rows,
+        kv_write,
+        moe_combine,
+        moe_router,
+        paged_attention,
+        quantize_activation,
+        rms_norm,
+        rope,
+        rope_tables,
+        rope_write,
+        softcap,
+    )
+
+    x, weight, tables = torch.zeros(3, 5, 64), torch.zeros(64), torch.zeros(3, 16)
+    positions, axes, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(16, dtype=torch.int32), torch.arange(3)
+    cache = {dtype: torch.zeros(64, 5, 16, 64, dtype=dtype) for dtype in (torch.float32, torch.float16)}
+    codes = [torch.zeros(64, 5, 16, 2 * size, dtype=torch.uint8) for size in (34, 18)]  # q8_0, tq4
+    state, square = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256)
+    rows = [torch.zeros(3, dtype=torch.int32)] * 3
+
+    def attend(T, dtype, codec, sinks):
+        pages = torch.zeros(1, 64, dtype=torch.int32)
+        q = torch.zeros(T, 10, 64)
+        args = (q, cache[dtype], cache[dtype], pages, *(r.new_zeros(T) for r in rows), 0.1, 7, 3.0, sinks)
+        paged_attention.paged_attention(*args, codec, codec, 64)
+
+    calls = [
+        lambda: rms_norm.rms_norm(x, weight, 1e-5),
+        lambda: rms_norm.rms_norm_backward(x, x, None, 1e-5),
+        *(functools.partial(gated_act.gated_act, x, x, act) for act in range(4)),
+        *(functools.partial(gated_act.gated_act_backward, x, x, x, act) for act in range(4)),
+        lambda: softcap.softcap(x, 3.0),
+        lambda: softcap.softcap_backward(x, x, 3.0),
+        lambda: rope.rope(x, tables, tables),
+        lambda: rope_tables.rope_tables(positions[0], tables[0], 1.0),
+        lambda: rope_tables.rope_tables(positions, tables[0], 1.0, axes),
+        lambda: rope_tables.long_rope_tables(slots, slots, tables[0], tables[0], 99, 1.0),
+        lambda: kv_write.kv_write(x, x, cache[torch.float32], cache[torch.float16], slots, 0, 1),
+        lambda: attend(1, torch.float16, 1, weight[:10].clone()),  # few rows share the keys
+        lambda: attend(2000, torch.float32, 0, None),
+        lambda: kv_write.kv_write(x, x, *codes, slots, 2, 3),
+        lambda: paged_attention.paged_attention(
+            x.repeat(1, 2, 1), *codes, torch.zeros(1, 64, dtype=torch.int32), *rows, 0.1, 0, 0.0, None, 2, 3, 64
+        ),
+        *(
+            functools.partial(moe_router.moe_router, x[0], weight if gate else None, 3, gate, renormalize, 1.0)
+            for gate in range(2)
+            for renormalize in (False, True)
+        ),
+        lambda: rope_write.rope_write(
+            *(x, x, x, x, tables, tables, x, cache[torch.float16], cache[torch.float16], slots)
+        ),
+        lambda: fused_round.norm_rounded(square, square, square[0], 1e-5, ggml_types.Q8_K),
+        *(functools.partial(fused_round.act_rounded, square, square, square, act, ggml_types.Q8_1) for act in range(4)),
+        lambda: moe_combine.moe_combine(x, x[..., 0].contiguous()),
+        lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
+        lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
+        lambda: gated_delta_rule.gated_delta_update(x, x, x, x[..., 0], x[..., 1], state, rows[0]),
+        lambda: grouped_rows.grouped_rows(
+            x[0], weight.view(torch.uint8).repeat(4, 3, 1), ggml_types.F32, None, slots.repeat(5), torch.float32
+        ),
+    ]
+    for qtype in map(ggml_types.by_name, types):
+        w = torch.zeros(64, qtype.row_bytes(1024), dtype=torch.uint8)
+        calls += [
+            functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w, qtype.id, None),
+            functools.partial(
+                few_rows.few_rows_together,
+                quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),
+                [w, w, w],
+                qtype.id,
+                [x, x, x],
+            ),  # fmt: skip
+            functools.partial(
+                few_rows.few_rows_together,
+                quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),
+                [w],
+                qtype.id,
+                [x],
+                None,
+                x,
+                x,
+            ),  # fmt: skip
+            functools.partial(few_rows.few_rows_float, torch.zeros(1, 1024), w, qtype.id, weight),
+            functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w[None], qtype.id, None, slots[:2]),
+            functools.partial(
+                grouped_rows.grouped_rows,
+                *(torch.zeros(5, 1024, dtype=torch.bfloat16), w[None], qtype.id, weight[None], slots.new_zeros(200)),
+                torch.float32,
+            ),
+            functools.partial(dequantize.unpack, w, qtype.id, torch.bfloat16),
+            functools.partial(embedding.embedding, slots, w, qtype.id, 1.0),
+        ]
+    return [*calls, lambda: embedding.embedding(slots, torch.zeros(9, 128, dtype=torch.uint8), ggml_types.F16, 1.0)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--types", default="Q4_K,Q6_K,IQ3_S,MXFP4")
+    parser.add_argument("--variants", action="store_true", help="all that the launches have, not one of each kernel")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with compiled(options.targets.split(","), options.variants) as done:
+        for launch in launches(options.types.split(",")):
+            launch()
+    for kernel, target in done:
+        print(kernel, target)
+
+
+if __name__ == "__main__":
+    main()

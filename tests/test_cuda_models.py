@@ -1,0 +1,245 @@
+"""Models on a GPU: the golden cases, sessions, memory. Skipped without one; `make test-cuda` runs them."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import absent_gpu
+from families import TINY
+from test_invariants import in_chunks, ragged, text, whole
+from test_oracle_quant import TYPES
+from test_oracle_tiny import N_CTX, lengths
+from tolerances import (
+    CUDA_CODES,
+    CUDA_FUSED,
+    CUDA_LOGITS,
+    CUDA_LOGPROB,
+    GRADIENT,
+    GREEDY_MARGIN,
+    NATIVE_LOGPROB,
+)
+
+import dasllama_torch as dl
+from dasllama_torch.engine import graphs
+from dasllama_torch.ops import registry, report, reset_report
+
+absent_gpu()
+
+
+@pytest.fixture(params=TINY)
+def case(request, oracle):
+    path = oracle / "tiny" / f"{request.param}.gguf"
+    return request.param, dl.load_model(path, mode="fp32", device="cuda"), np.load(path.with_suffix(".npz"))
+
+
+def assert_near(name, found, wanted):
+    worst = float(np.abs(found.cpu().numpy() - wanted).max() / wanted.std())
+    assert worst <= CUDA_LOGITS * TINY[name], worst
+
+
+def test_forward_without_a_cache(case):
+    name, model, data = case
+    for n in lengths(data):
+        ids = torch.from_numpy(data[f"ids_s{n}"]).long().cuda()
+        with torch.no_grad(), registry.strict():
+            logits = model(ids[None]).logits[0]
+        assert_near(name, logits[data[f"rows_s{n}"]], data[f"logits_hf_s{n}"])
+
+
+def test_session(case):
+    """All rows at once and one by one, no op by its reference; the weights lie on the GPU."""
+    name, model, data = case
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
+    for n in lengths(data):
+        ids = data[f"ids_s{n}"].tolist()
+        n_ctx = N_CTX if n <= N_CTX else 2 * N_CTX
+        with registry.strict(), dl.create_session(model, kv_dtype="f32", n_ctx=n_ctx) as session:
+            assert_near(name, session.eval(ids, logits="all")[data[f"rows_s{n}"]], data[f"logits_hf_s{n}"])
+        if n <= 40:
+            with registry.strict(), dl.create_session(model, kv_dtype="f32", n_ctx=n_ctx) as session:
+                logits = torch.stack([session.eval([token]) for token in ids])
+            assert_near(name, logits[data[f"rows_s{n}"]], data[f"logits_hf_s{n}"])
+
+
+def test_greedy(case):
+    _, model, data = case
+    for n in (7, 40):
+        margins = data[f"greedy_margin_hf_s{n}"]
+        with dl.create_session(model, kv_dtype="f32", n_ctx=N_CTX) as session:
+            ids = [token for token, _ in session.generate(data[f"ids_s{n}"].tolist(), max_tokens=24)]
+        clear = int(np.argmax([*(margins <= GREEDY_MARGIN), True]))
+        same = int(np.argmax([*(np.array(ids) != data[f"greedy_hf_s{n}"]), True]))
+        assert same >= clear, f"differs at step {same}, margin {margins[same]:.4f}"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "native"])
+@pytest.mark.parametrize("name", [*(f"llama-{name}" for name in TYPES), "qwen3moe-q4_k_m"])
+def test_every_type(name, mode, oracle):
+    path = oracle / "quant" / f"{name}.gguf"
+    data = np.load(path.with_suffix(".npz"))
+    model = dl.load_model(path, mode=mode, device="cuda")
+    ids, rows = data["ids"].tolist(), data["rows"]
+    with registry.strict(), dl.create_session(model, kv_dtype="f32") as session:
+        together = session.eval(ids, logits="all")[rows]
+        session.truncate(0)
+        single = torch.stack([session.eval([token]) for token in ids])[rows]
+    if mode == "fp32":
+        wanted = data["logits_dequant_fp32"]
+        for logits in (together, single):
+            assert np.abs(logits.numpy() - wanted).max() <= CUDA_LOGITS * wanted.std()
+    else:  # single rows on ggml's lattices, as llama.cpp; many as close to the weights
+        exact, native = (
+            torch.from_numpy(data[f"logits_{key}"]).log_softmax(-1) for key in ("dequant_fp32", "lcpp_kv32")
+        )
+        distance = (together.log_softmax(-1) - exact).abs().mean(), (single.log_softmax(-1) - native).abs().mean()
+        print(name, *distance)
+        assert distance[0] <= CUDA_LOGPROB
+        assert distance[1] <= NATIVE_LOGPROB
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0", "tq4", ("q8_0", "tq4")])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen35"])
+def test_codecs(name, kv_dtype, oracle):
+    path = oracle / "tiny" / f"{name}.gguf"
+    ids = np.load(path.with_suffix(".npz"))["ids_s100"].tolist()
+    found, wanted = (
+        whole(dl.load_model(path, mode="fp32", device=device), ids, kv_dtype).cpu() for device in ("cuda", "cpu")
+    )
+    assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean() <= CUDA_CODES
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "qwen35", "gpt-oss"])
+def test_however_the_tokens_are_cut_and_whoever_else_is_in_the_batch(name, oracle):
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32", device="cuda")
+    ids = text(9, 75)
+    wanted = whole(model, ids, "f32")
+    for size in (1, 3, 64):
+        assert (in_chunks(model, ids, size, "f32") - wanted).abs().max() <= CUDA_LOGITS * TINY[name] * wanted.std()
+    for found, alone in ragged(model):
+        assert (found - alone).abs().max() <= 10 * CUDA_LOGITS * TINY[name] * alone.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "gpt-oss", "qwen35"])
+def test_gradient(name, oracle):
+    ids = torch.tensor([text(3, 20)])
+    gradients = []
+    for device in ("cuda", "cpu"):
+        model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32", device=device)
+        x = model.get_input_embeddings()(ids.to(device)).detach().requires_grad_()
+        logits = model(inputs_embeds=x).logits
+        logits.log_softmax(-1)[0, :-1].gather(1, ids.to(device)[0, 1:, None]).mean().backward()
+        gradients.append(x.grad.cpu())
+    assert (gradients[0] - gradients[1]).abs().max() <= 10 * GRADIENT * gradients[1].std()
+
+
+def test_a_session_goes_on_on_the_other_device(oracle, tmp_path):
+    path = oracle / "tiny" / "qwen35.gguf"
+    here, there = (dl.load_model(path, mode="fp32", device=device) for device in ("cpu", "cuda"))
+    with dl.create_session(here) as session:
+        session.eval(text(1, 30))
+        session.save(tmp_path / "session")
+        wanted = session.eval([3, 4, 5])
+    with dl.load_session(there, tmp_path / "session") as session:
+        found = session.eval([3, 4, 5])
+    assert (found - wanted).abs().max() <= 10 * CUDA_LOGITS * wanted.std()
+
+
+def test_memory_comes_page_by_page_and_goes(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    pool = dl.create_kv_pool(model, max_bytes=64 << 30)  # address space
+    before = torch.cuda.mem_get_info()[0]
+    with dl.create_session(model, n_ctx=65536, pool=pool) as session:
+        for _ in range(40):
+            session.eval(text(5, 512), logits=None)
+        taken = before - torch.cuda.mem_get_info()[0]
+        assert pool.used_bytes <= taken <= pool.used_bytes + (256 << 20)
+        fork = session.fork()
+        wanted = session.eval([7])
+        assert torch.equal(fork.eval([7]), wanted)
+        fork.close()
+    pool.release()
+    assert before - torch.cuda.mem_get_info()[0] <= 256 << 20
+    with dl.create_session(model, pool=pool) as session:  # what was given back comes again
+        assert torch.isfinite(session.eval(text(5, 100))).all()
+
+
+def test_a_pool_that_is_full_leaves_sessions_as_they_were(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", mode="fp32", device="cuda")
+    pool = dl.create_kv_pool(model, max_bytes=1 << 20)
+    with dl.create_session(model, pool=pool, n_ctx=65536) as session:
+        session.eval(text(5, 100))
+        with pytest.raises(dl.OutOfPages):
+            session.eval(text(6, 8192))
+        assert session.n_past == 100
+        assert torch.isfinite(session.eval([1])).all()
+
+
+def test_weights_that_do_not_fit_are_refused(oracle, monkeypatch):
+    monkeypatch.setattr("dasllama_torch.device_memory.free_memory", lambda device: 1000)
+    with pytest.raises(dl.OutOfMemory, match="the weights are .* bytes, and cuda has 1000 left"):
+        dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+
+
+def test_a_gpu_that_is_not_there_is_refused(oracle):
+    with pytest.raises(dl.KernelError, match="'cuda:99' is not there"):
+        dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda:99")
+
+
+def test_tied_weights_stay_one(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama_tied.gguf", device="cuda")
+    assert model.lm_head.qweight.data_ptr() == model.get_input_embeddings().qweight.data_ptr()
+
+
+def decode(model, ids, sessions):
+    """Logits of single rows, of sessions at different positions."""
+    opened = [dl.create_session(model, n_ctx=256) for _ in range(sessions)]
+    for i, session in enumerate(opened):
+        session.eval(ids[: 3 * i + 2])
+    steps = [torch.stack(dl.eval_batch(opened, [[ids[i + k]] for i in range(sessions)])) for k in range(30)]
+    for session in opened:
+        session.close()
+    return torch.stack(steps)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["f32", "q8_0"])
+@pytest.mark.parametrize("name", TINY)
+def test_captured_steps_are_the_modules(name, quantized, oracle, q8_0, monkeypatch):
+    model = dl.load_model(q8_0(name) if quantized else oracle / "tiny" / f"{name}.gguf", device="cuda")
+    ids = text(11, 100)
+    for sessions in (1, 3):
+        reset_report()
+        with registry.strict():
+            found = decode(model, ids, sessions)
+        assert graphs.why_not(model) == ""
+        assert report()["step"]["captured"] == 29
+        monkeypatch.setattr(graphs, "enabled", False)
+        wanted = decode(model, ids, sessions)
+        monkeypatch.setattr(graphs, "enabled", True)
+        difference = (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean()
+        assert difference <= (CUDA_FUSED if quantized else 1e-5), difference
+
+
+def test_a_hook_is_seen_and_a_changed_weight(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 0)
+        reset_report()
+        muted = session.fork().eval([4])
+        assert report()["step"] == {"eager": 1}
+        hook.remove()
+        plain = session.fork().eval([4])
+        assert not torch.equal(muted, plain)
+        model.model.norm.weight.mul_(2)
+        assert torch.allclose(session.fork().eval([4]), 2 * plain, rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_ones_own(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        kept = [session.eval([token]) for token in range(12)]
+        copies = [logits.clone() for logits in kept]
+        for token in range(12):
+            session.eval([token])
+        assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+        kept[0].add_(1)  # may be changed

@@ -1,0 +1,37 @@
+"""The notebooks run, as they stand in the repository: without outputs, which a run makes."""
+
+import os
+
+import pytest
+from conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, demo_model, tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", ()):
+            cell.source = f"path = {str(demo_model)!r}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=environment)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+    assert not [output for output in outputs if output.get("name") == "stderr"], "a warning is shown to who runs it"
+
+
+def test_notebooks_are_stored_without_outputs():
+    """What a run makes stays out of the history: it would be of another machine, and soon of another version."""
+    import nbformat
+
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        assert all(not cell.outputs and cell.execution_count is None for cell in code), path.name
+        assert any("parameters" in cell.metadata.get("tags", ()) for cell in code), path.name

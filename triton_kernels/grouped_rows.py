@@ -1,0 +1,169 @@
+"""Rows times the matrices that ids name, many rows on the tensor cores.
+
+Entries (a row of y each) are put in the order of their experts: `count_kernel` counts each expert's, `plan_kernel`
+writes `order` and cuts each expert's run into tiles of at most BM entries. A program of the products owns such a tile
+and BN rows of its expert's matrix, and steps along K; packed weights are decoded in the tile that multiplies them, to
+x's dtype, with one rounding. Sums are f32. None of it waits for the GPU: there are as many programs as tiles could be.
+
+n entries of E experts, `share` of them for each row of x [., K]; N rows of each matrix. An id that is none of E gives a
+row of NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dasllama_torch.ops import ggml_types
+from dasllama_torch.triton_kernels import blocks
+from dasllama_torch.triton_kernels.dequantize import floats
+from dasllama_torch.triton_kernels.launch import PTX, aligned, on_device
+
+CHUNK = 1024
+
+
+@triton.jit
+def _expert(ids, i, n, E):
+    """The expert whose tiles hold entry i: that of its id, or the nearest there is; E beyond the last entry."""
+    id_ = tl.load(ids + i, mask=i < n, other=0)
+    return tl.where(i < n, tl.minimum(tl.maximum(id_, 0), E - 1), E).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(counts, ids, n, E, CHUNK: tl.constexpr):
+    """counts int32 [E]: entries of the expert that a program owns."""
+    e = tl.program_id(0)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, n, CHUNK):
+        found += (_expert(ids, first + tl.arange(0, CHUNK), n, E) == e).to(tl.int32)
+    tl.store(counts + e, tl.sum(found, 0))
+
+
+@triton.jit
+def plan_kernel(order, tiles, counts, ids, n, E, BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
+    """order int32 [n]; tiles int32 [., 3]: expert, first entry in `order` and the end of the expert's; e's part."""
+    e = tl.program_id(0)
+    i = tl.arange(0, EP)
+    count = tl.load(counts + i, mask=i < E, other=0)
+    start, tile = tl.sum(tl.where(i < e, count, 0), 0), tl.sum(tl.where(i < e, (count + BM - 1) // BM, 0), 0)
+    stop = start + tl.load(counts + e)
+    for first in range(start, stop, BM):
+        at = tiles + (tile + (first - start) // BM) * 3
+        tl.store(at, e)
+        tl.store(at + 1, first)
+        tl.store(at + 2, stop)
+    for first in range(0, n, CHUNK):
+        entry = first + tl.arange(0, CHUNK)
+        mine = _expert(ids, entry, n, E) == e
+        place = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(order + start + place - 1, entry, mask=mine)
+        start += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def _entries(order, tiles, BM: tl.constexpr):
+    """Of this program's tile: expert, -1 if there is no such tile; entries [BM], and whether they are."""
+    at = tiles + tl.program_id(0) * 3
+    e, first, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    i = first + tl.arange(0, BM)
+    there = i < stop  # of a tile that is none, nowhere: all three are -1
+    return e, tl.load(order + i, mask=there, other=0).to(tl.int64), there
+
+
+@triton.jit
+def _store(y, acc, bias, ids, e, entry, there, n, N):
+    """acc f32 [BM, BN] plus bias -> rows `entry` of y, columns n."""
+    if bias is not None:
+        acc += tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
+    known = tl.load(ids + entry, mask=there, other=0) == e
+    acc = tl.where(known[:, None], acc, float("nan"))
+    tl.store(y + entry[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=there[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def grouped_packed_kernel(
+    y, x, x_stride, share, packed, table, bias, ids, order, tiles, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BYTES: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    e, entry, there = _entries(order, tiles, BM)
+    if e >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        row = packed + ((e.to(tl.int64) * N + tl.minimum(n, N - 1)) * (K // BLOCK * BYTES))[:, None]
+        x_row = x + (entry // share * x_stride)[:, None]
+        n_units = K // (16 * PLANES)
+        i = tl.arange(0, 4 * BU)[None, :]
+        w = i % 4
+        lane = tl.arange(0, 4 * BU // WORDS)[None, :] // (4 // WORDS)  # the unit whose scales a thread needs
+        j = tl.arange(0, 16 * BU)[None, :]
+        acc = tl.zeros([BM, BN], tl.float32)
+        for first in range(0, n_units, BU):
+            at, u, _ = blocks.place(tl.minimum(first + i // 4, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+            live = first + lane < n_units
+            lane_at, lane_u, _ = blocks.place(tl.minimum(first + lane, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+            _, _, start = blocks.place(tl.minimum(first + j // 16, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+            for p in tl.static_range(PLANES):
+                q = blocks.word(QTYPE, row + at, u, p, w, table, PTX)
+                f = tl.where(live, blocks.factor(QTYPE, row + lane_at, lane_u, p), 0.0)
+                f = blocks.per_word(f, BN, BU, WORDS)
+                e0, e1 = f * blocks.element(q, 0), f * blocks.element(q, 1)
+                e2, e3 = f * blocks.element(q, 2), f * blocks.element(q, 3)
+                if OFFSET:
+                    o = tl.where(live, blocks.offset(QTYPE, row + lane_at, lane_u, p), 0.0)
+                    o = blocks.per_word(o, BN, BU, WORDS)
+                    e0, e1, e2, e3 = e0 + o, e1 + o, e2 + o, e3 + o
+                v = blocks.in_order(e0, e1, e2, e3, BN, 4 * BU).to(x.dtype.element_ty)  # [BN, 16 BU]
+                xs = tl.load(x_row + (start + p * WIDTH + j % 16), mask=there[:, None], other=0.0)
+                acc = tl.dot(xs, tl.trans(v), acc, input_precision="ieee")
+        _store(y, acc, bias, ids, e, entry, there, n, N)
+
+
+@triton.jit
+def grouped_floats_kernel(
+    y, x, x_stride, share, w, bias, ids, order, tiles, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    e, entry, there = _entries(order, tiles, BM)
+    if e >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        row = w + ((e.to(tl.int64) * N + tl.minimum(n, N - 1)) * K)[None, :]
+        x_row = x + (entry // share * x_stride)[:, None]
+        j = tl.arange(0, BK)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for first in range(0, K, BK):
+            live = first + j < K
+            xs = tl.load(x_row + (first + j)[None, :], mask=there[:, None] & live[None, :], other=0.0)
+            v = tl.load(row + (first + j)[:, None], mask=live[:, None], other=0.0).to(x.dtype.element_ty)
+            acc = tl.dot(xs, v, acc, input_precision="ieee")
+        _store(y, acc, bias, ids, e, entry, there, n, N)
+
+
+def grouped_rows(
+    x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """x [., K] in the dtype that is multiplied, rows contiguous, each for as many of ids int [n] -> [n, N] in dtype.
+
+    qweight: u8 [E, N, row_bytes] of any type.
+    """
+    (E, N, _), K, n = qweight.shape, x.shape[1], len(ids)
+    y = torch.empty((n, N), dtype=dtype, device=x.device)
+    if not y.numel():
+        return y
+    bm, bn = (16 if n <= 16 * E else 32 if n <= 32 * E else 64), 64
+    counts = torch.empty(E, dtype=torch.int32, device=x.device)
+    order = torch.empty(n, dtype=torch.int32, device=x.device)
+    tiles = torch.full((n // bm + min(E, n), 3), -1, dtype=torch.int32, device=x.device)
+    grid, share = (len(tiles), triton.cdiv(N, bn)), n // len(x)
+    with on_device(x):
+        count_kernel[(E,)](counts, ids, n, E, CHUNK)
+        plan_kernel[(E,)](order, tiles, counts, ids, n, E, bm, triton.next_power_of_2(E), CHUNK)
+        if ggml_types.GGML_TYPES[qtype].is_float:
+            grouped_floats_kernel[grid](
+                y, x, x.stride(0), share, floats(qweight, qtype), bias, ids, order, tiles, N, K, bm, bn, 32
+            )
+        else:
+            grouped_packed_kernel[grid](
+                y, x, x.stride(0), share, aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
+                ids, order, tiles, N, K,
+                qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype), bm, bn, 4, PTX, num_warps=4,
+            )  # fmt: skip
+    return y

@@ -1,0 +1,85 @@
+"""What every launch of a kernel needs."""
+
+import contextlib
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dasllama_torch.ops.lattices import FLOATS
+from dasllama_torch.triton_kernels import blocks
+
+INTERPRETED = triton.knobs.runtime.interpret
+# Inline PTX: on NVIDIA's own compiler only. Elsewhere kernels take the plain form beside it.
+PTX = torch.version.cuda is not None and not INTERPRETED
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(t: Tensor) -> dict[str, bool]:
+    """Arguments of a launch that may begin while the one before it ends (programmatic dependent launch, from compute
+    capability 9.0 on): its kernel calls `await_inputs`."""
+    return {"EARLY": True, "launch_pdl": True} if _overlaps(t.device) else {"EARLY": False}
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):
+    """Lets the next launch take its place on the card, and waits for the results of the one before."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def on_device(t: Tensor):
+    """Context: kernels are launched on the device of t."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+def aligned(qweight: Tensor, qtype: int) -> Tensor:
+    """qweight contiguous, and where words of its type can be read: views at odd offsets are copied."""
+    to = math.gcd(blocks.layout(qtype).bytes, 16)
+    qweight = qweight.contiguous()
+    return qweight if qweight.data_ptr() % to == 0 else qweight.clone()
+
+
+def rows_for(m: int) -> int:
+    """m rounded up to a power of two: kernels for few rows are compiled for 1, 2, 4, 8 and 16."""
+    return triton.next_power_of_2(max(m, 1))
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., C] -> [T, C] whose rows are contiguous, copied only where it must be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def heads_of(x: Tensor) -> Tensor:
+    """x [..., H, D] -> [T, H, D] whose heads are contiguous, copied only where it must be."""
+    heads = x.reshape(-1, *x.shape[-2:])
+    return heads if heads.stride(2) == 1 or heads.shape[2] == 1 else heads.contiguous()
+
+
+def check(
+    op: str,
+    what: str,
+    t: Tensor,
+    like: Tensor,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Raise unless t is on the device of `like`, of one of the dtypes and, where one is given, of the shape."""
+    torch._check(
+        t.device == like.device and t.dtype in dtypes and (shape is None or tuple(t.shape) == tuple(shape)),
+        lambda: (
+            f"dasllama::{op}: {what} must be {' or '.join(map(str, dtypes))}"
+            f"{'' if shape is None else f' {list(shape)}'} on {like.device}, "
+            f"found {t.dtype} {list(t.shape)} on {t.device}"
+        ),
+    )

@@ -1,0 +1,258 @@
+"""Attention of a ragged batch over a paged cache, with an online softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867).
+
+A program owns a tile of BM rows and the query heads of one kv head, GP of them with padding, as BM * GP rows of
+products with keys; a kv head of more query heads has several `parts`. It goes through the sequences of its rows one
+after the other (mostly there is one), and through each one's keys from the first that a row sees to the last, by BK.
+Where a few rows may have many keys, several programs share a row (Flash-Decoding, Dao et al. 2023), `split` keys each:
+each writes its sum, its maximum and its denominator, and `combine_kernel`, whose programs own a row's head, adds them
+up.
+
+Scores and sums are f32. Where keys or values are f16, an f32 factor is split into two f16 numbers that together have 22
+bits, so that the tensor cores lose nothing of it. A key's score is NaN where its value is not finite: a row that sees
+it shows the fault, and one that does not is not touched by it. So is a row whose sequence, end or pages are out of
+range: a GPU cannot raise without waiting for it. Codes are decoded in the tile, as `kv_codecs.py` says.
+T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dasllama_torch.ops.kv_codecs import CODECS
+from dasllama_torch.ops.paged_attention import paged_attention as op
+from dasllama_torch.ops.registry import count_call, fall_back, implement
+from dasllama_torch.triton_kernels import kv_codecs
+from dasllama_torch.triton_kernels.functions import exp, tanh
+from dasllama_torch.triton_kernels.kv_write import check_caches
+from dasllama_torch.triton_kernels.launch import await_inputs, check, early, heads_of, on_device
+
+MOST = 512  # keys of a program where programs share rows, at most
+# Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
+# nothing is, for heads of f16 that are no multiple of 16 wide.
+ROWS = 32
+NEVER = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _product(a, b, acc):
+    """acc + a f32 [M, K] @ b [K, N], with all bits of a: b is f32, or f16 and exact in the products."""
+    if b.dtype == tl.float16:
+        high = a.to(tl.float16)
+        acc = tl.dot(high, b, acc)
+        return tl.dot((a - high.to(tl.float32)).to(tl.float16), b, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _finish(acc, top, total, sinks, h, live):
+    """Sum, maximum and denominator of rows of heads h -> the softmax's result; nothing seen gives zero."""
+    if sinks is not None:
+        sink = tl.load(sinks + h, mask=live, other=0.0)
+        most = tl.maximum(top, sink)
+        shrink = exp(top - most)
+        acc, total = acc * shrink[:, None], total * shrink + exp(sink - most)
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def paged_attention_kernel(
+    out, tops, totals, q, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
+    block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
+    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
+    BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]."""
+    await_inputs(EARLY)
+    g, part, z = tl.program_id(1) // parts, tl.program_id(1) % parts, tl.program_id(2)
+    i = tl.arange(0, BM * GP)
+    t, in_group = tl.program_id(0) * BM + i // GP, part * GP + i % GP
+    h = g * (H // G) + in_group
+    live = (t < T) & (in_group < H // G)
+    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+    at = t.to(tl.int64) * q_row + h * q_head
+    qs = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+
+    seq = tl.load(row_seq + t, mask=live, other=-1)
+    pos = tl.load(row_pos + t, mask=live, other=0)
+    end = tl.load(row_end + t, mask=live, other=0)
+    begin = tl.maximum(pos - window + 1, 0) if window > 0 else tl.zeros_like(pos)
+    sees = (seq >= 0) & (begin < end)
+    broken = sees & ((seq >= S) | (end > B * R))
+    begin, end = tl.maximum(begin, z * split), tl.minimum(end, z * split + split)
+    sees = sees & (broken == 0) & (begin < end)
+
+    top = tl.full([BM * GP], float("-inf"), tl.float32)
+    total = tl.zeros([BM * GP], tl.float32)
+    acc = tl.zeros([BM * GP, DVP], tl.float32)
+    k_cache += g.to(tl.int64) * k_group
+    v_cache += g.to(tl.int64) * v_group
+    s = tl.min(tl.where(sees, seq, NEVER), 0)
+    while s != NEVER:
+        mine = sees & (seq == s)
+        first, stop = tl.min(tl.where(mine, begin, NEVER), 0), tl.max(tl.where(mine, end, 0), 0)
+        for j0 in range(first // BK * BK, stop, BK):
+            j = j0 + tl.arange(0, BK)
+            wanted = (j >= first) & (j < stop)
+            page = tl.load(block_table + s.to(tl.int64) * B + j // R, mask=wanted, other=-1)
+            there = (page >= 0) & (page < P)
+            page = tl.where(there, page, 0).to(tl.int64)
+            k_at = (page * k_page + j % R * k_slot)[None, :]
+            k = kv_codecs.load(k_cache + k_at, d[:, None], there[None, :] & (d < D)[:, None], K_CODEC)
+            v_at = (page * v_page + j % R * v_slot)[:, None]
+            v = kv_codecs.load(v_cache + v_at, dv[None, :], there[:, None] & (dv < Dv)[None, :], V_CODEC)
+            score = _product(qs, k, tl.zeros([BM * GP, BK], tl.float32)) * scale
+            if softcap > 0:
+                score = tanh(score / softcap) * softcap
+            score += tl.where(there, 0.0, float("nan"))[None, :]
+            if BM > 1:  # rows of a tile see different keys: a weight of zero must meet no NaN
+                v32 = v.to(tl.float32)
+                score += tl.sum(v32 - v32, 1)[None, :]  # zero, or NaN
+                v = tl.where(tl.abs(v32) < float("inf"), v, 0.0).to(v.dtype)
+            seen = mine[:, None] & (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
+            score = tl.where(seen, score, float("-inf"))
+            most = tl.maximum(top, tl.max(score, 1))
+            finite = tl.where(most == float("-inf"), 0.0, most)
+            p, shrink = exp(score - finite[:, None]), exp(top - finite)
+            total = total * shrink + tl.sum(p, 1)
+            acc = _product(p, v, acc * shrink[:, None])
+            top = most
+        s = tl.min(tl.where(sees & (seq > s), seq, NEVER), 0)
+    total = tl.where(broken, float("nan"), total)
+    if SHARED:
+        at = (z.to(tl.int64) * T + t) * H + h
+        tl.store(tops + at, top, mask=live)
+        tl.store(totals + at, total, mask=live)
+    else:
+        at = t.to(tl.int64) * H + h
+        acc = _finish(acc, top, total, sinks, h, live)
+    tl.store(
+        out + at[:, None] * Dv + dv[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (dv < Dv)[None, :]
+    )
+
+
+@triton.jit
+def combine_kernel(
+    out, parts, tops, totals, sinks, rows, H, Dv, splits,
+    SPLITS: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """parts f32 [splits, T, H, Dv] with tops and totals [splits, T, H] -> out [T, H, Dv]; rows = T * H."""
+    await_inputs(EARLY)
+    at = tl.program_id(0).to(tl.int64)
+    dv = tl.arange(0, DVP)[None, :]
+    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, DVP], tl.float32)
+    for first in range(0, splits, SPLITS):
+        z = first + tl.arange(0, SPLITS)
+        from_ = at + z.to(tl.int64) * rows
+        tops_z = tl.load(tops + from_, mask=z < splits, other=float("-inf"))
+        totals_z = tl.load(totals + from_, mask=z < splits, other=0.0)
+        most = tl.maximum(top, tl.max(tops_z, 0))
+        finite = tl.where(most == float("-inf"), 0.0, most)
+        mine, theirs = exp(top - finite), exp(tops_z - finite)
+        some = (tops_z > float("-inf")) | (totals_z != 0)  # NaN too
+        part = tl.load(parts + from_[:, None] * Dv + dv, mask=some[:, None] & (dv < Dv), other=0.0)
+        acc = acc * mine[:, None] + tl.sum(part * theirs[:, None], 0)[None, :]
+        total, top = total * mine + tl.sum(totals_z * theirs, 0), most
+    acc = _finish(acc, top, total, sinks, at % H + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1))
+    tl.store(out + at * Dv + dv, acc.to(out.dtype.element_ty), mask=dv < Dv)
+
+
+def _tile(T: int, S: int, gp: int) -> tuple[int, int, int]:
+    """BM, warps, stages. About a row of each sequence is decode, where a tile of rows would have many sequences."""
+    return (1, 4, 3) if T <= 2 * S else (ROWS // gp, 4, 3)
+
+
+def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
+    (G, H), T = (k_cache.shape[1], q.shape[-2]), q.shape[:-2].numel()
+    torch._check(
+        H % G == 0 and q.device == k_cache.device,
+        lambda: (
+            f"dasllama::paged_attention: q must be [..., a multiple of {G}, D] on {k_cache.device}, "
+            f"found {list(q.shape)} on {q.device}"
+        ),
+    )
+    for what, t in rows.items():
+        torch._check(
+            t.dtype == torch.int32 and t.shape == (T,) and t.device == q.device,
+            lambda what=what, t=t: (
+                f"dasllama::paged_attention: {what} must be int32 [{T}] on {q.device}, "
+                f"found {t.dtype} {list(t.shape)} on {t.device}"
+            ),
+        )
+    torch._check(
+        block_table.dtype == torch.int32 and block_table.dim() == 2 and block_table.device == q.device,
+        lambda: (
+            f"dasllama::paged_attention: block_table must be int32 [S, B] on {q.device}, "
+            f"found {block_table.dtype} {list(block_table.shape)} on {block_table.device}"
+        ),
+    )
+    torch._check(
+        sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (H,) and sinks.device == q.device),
+        lambda: f"dasllama::paged_attention: sinks must be f32 [{H}], found {sinks.dtype} {list(sinks.shape)}",
+    )
+
+
+@implement(op, "CUDA")
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_seq: Tensor,
+    row_pos: Tensor,
+    row_end: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    k_codec: int,
+    v_codec: int,
+    v_dim: int,
+) -> Tensor:
+    check("paged_attention", "q", q, k_cache)
+    check_caches("paged_attention", k_cache, v_cache, k_codec, v_codec, q.shape[-1], v_dim)
+    _check(q, k_cache, block_table, {"row_seq": row_seq, "row_pos": row_pos, "row_end": row_end}, sinks)
+    if not (kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)):
+        args = (q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks)
+        return fall_back(op, (*args, k_codec, v_codec, v_dim), {}, "codes at odd addresses")
+    (P, G, R, _), H = k_cache.shape, q.shape[-2]
+    (S, B), heads = block_table.shape, kv_codecs.queries(heads_of(q), k_codec)
+    T, _, D = heads.shape
+    rotated = CODECS[v_codec].rotated
+    Dv, dtype = (CODECS[v_codec].width(v_dim), torch.float32) if rotated else (v_dim, q.dtype)
+    out = torch.empty((*q.shape[:-1], Dv), dtype=dtype, device=q.device)
+    if not out.numel():
+        return out.new_empty((*q.shape[:-1], v_dim), dtype=q.dtype)
+    gp = min(triton.next_power_of_2(H // G), ROWS)
+    parts = triton.cdiv(H // G, gp)
+    bm, warps, stages = _tile(T, S, gp)
+    dp, dvp = triton.next_power_of_2(max(D, 16)), triton.next_power_of_2(max(Dv, 16))
+    bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
+    tiles, longest = triton.cdiv(T, bm), max(B * R, 1)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
+    wanted = (2 if bm == 1 else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card
+    split = min(MOST, bk * triton.cdiv(longest, bk * wanted)) if wanted > 1 else longest
+    splits = triton.cdiv(longest, split)
+    shared = splits > 1
+    count_call("paged_attention", "triton/shared" if shared else "triton")
+    sums, tops, totals = out, None, None
+    if shared:
+        sums = torch.empty((splits, T, H, Dv), dtype=torch.float32, device=q.device)
+        tops, totals = (torch.empty((splits, T, H), dtype=torch.float32, device=q.device) for _ in range(2))
+    with on_device(q):
+        paged_attention_kernel[(tiles, G * parts, splits)](
+            sums, tops, totals, heads, heads.stride(0), heads.stride(1),
+            k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
+            block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
+            T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
+            k_codec, v_codec, shared, bm, max(gp, 16 // bm), bk, dp, dvp,
+            num_warps=warps, num_stages=stages, **early(q),
+        )  # fmt: skip
+        if shared:
+            combine_kernel[(T * H,)](
+                out, sums, tops, totals, sinks, T * H, H, Dv, splits, 16, dvp, num_warps=2, **early(q)
+            )
+    return kv_codecs.turned_back(out, v_dim, q.dtype) if rotated else out
