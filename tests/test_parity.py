@@ -31,6 +31,8 @@ WIDENED = (
 )  # fmt: skip
 WIDTHS = ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length")
 WIDTH = 256
+# Where no token's head of a delta net all but vanishes, as the norm behind it would magnify its roundings.
+SEEDS = {"qwen35": 5}
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -51,7 +53,7 @@ class Weights(RandomSource):
     are of size 1 also where the model does not scale them (Gemma 4, whose norms of q and k do)."""
 
     def __init__(self, arch, qtype):
-        super().__init__(seed=3, qtype=qtype)
+        super().__init__(seed=SEEDS.get(arch, 3), qtype=qtype)
         self.arch = arch
 
     def rows(self, name):
@@ -93,7 +95,8 @@ def test_parity(arch, name, oracle, measured):
     config = transformers.AutoConfig.for_model(**hf_config(tested))
     config._attn_implementation = "eager"
     if "vision_config" in config.sub_configs:
-        config.vision_config.depth = 1
+        # The tower is not looked at.
+        config.vision_config.update(dict(depth=1, hidden_size=32, out_hidden_size=32, embed_dim=32, num_heads=1))
     hf = getattr(transformers, hf_class(arch))(config).eval()
     _, unexpected = hf.load_state_dict(dl.to_hf(tested), strict=False)
     assert not unexpected
