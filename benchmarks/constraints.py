@@ -2,9 +2,10 @@
 
     python benchmarks/constraints.py smollm2.gguf
 
-Texts of --tokens tokens, with and without the constraint in turn, in --rounds rounds on one thread; all draw at
-temperature 1. step: median milliseconds from one token to the next. ratio: with by without. mask: median microseconds
-of computing a mask, which is part of a step. begin: milliseconds from the constraint to its first mask, once per text.
+Two sessions generate --tokens tokens each at temperature 1, one with the constraint and one without, a step each by
+turns, --rounds times on one thread. step: median milliseconds of a step. ratio: with by without. mask: median
+microseconds of computing a mask, part of a step. begin: milliseconds from the constraint to its first mask, once per
+text.
 """
 
 import argparse
@@ -37,14 +38,15 @@ CONSTRAINTS = {
 }
 
 
-def steps(session: dl.Session, ids: list[int], params: dl.SamplingParams, n: int) -> Iterator[float]:
-    """Milliseconds between one token and the next."""
-    last = None
-    for _ in session.generate(ids, params, n, whole=True):
-        now = time.perf_counter()
-        if last is not None:
-            yield 1e3 * (now - last)
-        last = now
+def in_turn(streams: list[Iterator]) -> list[list[float]]:
+    """Milliseconds of each step of each stream; the first, with the prompt, is left out."""
+    times: list[list[float]] = [[] for _ in streams]
+    while True:
+        for stream, spent in zip(streams, times, strict=True):
+            start = time.perf_counter()
+            if next(stream, None) is None:
+                return [spent[1:] for spent in times]
+            spent.append(1e3 * (time.perf_counter() - start))
 
 
 def masks(constraint: dl.Constraint, model, ids: list[int]) -> Iterator[float]:
@@ -68,19 +70,23 @@ def main(arguments: list[str] | None = None) -> None:
     model = dl.load_model(options.model)
     prompt = model.encode("A list of people who were at the harbour that night, one after another:\n\n")
     free = dl.SamplingParams(temp=1.0, logit_bias=dict.fromkeys(model.tokenizer.eog_ids, -torch.inf))
-    session = dl.create_session(model)
-    list(steps(session, prompt, free, options.tokens))  # records the steps and warms up
+    sessions = [dl.create_session(model) for _ in range(2)]
+    for session in sessions:
+        list(session.generate(prompt, free, options.tokens))  # records the steps and warms up
     print(f"{'constraint':20} {'step ms':>8} {'without':>8} {'ratio':>6} {'mask us':>8} {'begin ms':>8}")
     for name, make in CONSTRAINTS.items():
         constraint = make()
         held = dl.SamplingParams(temp=1.0, logit_bias=dict(free.logit_bias), constraint=constraint)
-        first = session.generate(prompt, held, options.tokens, whole=True)
-        ids = [token for token, _ in first if token is not None]
-        times: dict[str, list[float]] = {"with": [], "without": []}
+        times: list[list[float]] = [[], []]
         for _ in range(options.rounds):
-            times["with"] += steps(session, prompt, held, options.tokens)
-            times["without"] += steps(session, prompt, free, options.tokens)
-        spent, plain = (statistics.median(times[which]) for which in ("with", "without"))
+            streams = [
+                session.generate(prompt, params, options.tokens, whole=True)
+                for session, params in zip(sessions, (held, free), strict=True)
+            ]
+            for spent, more in zip(times, in_turn(streams), strict=True):
+                spent += more
+        spent, plain = map(statistics.median, times)
+        ids = sessions[0].tokens[len(prompt) :]
         runs = [list(masks(constraint, model, ids)) for _ in range(options.rounds)]
         mask = statistics.median([each for run in runs for each in run[1:]])
         begin = statistics.median([run[0] for run in runs]) / 1e3

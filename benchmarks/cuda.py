@@ -1,6 +1,6 @@
 """Kernels for CUDA one by one, against what the card can do: bytes per second for few rows, products for many.
 
-    python benchmarks/cuda.py [--what few,many,attention] [--types Q4_K,Q6_K] [--shapes 8B]
+    python benchmarks/cuda.py [--what few,many,attention,experts] [--types Q4_K,Q6_K] [--shapes 8B]
 
 Each line is a call of an op at a shape of a model. Calls take enough copies of the weights in turn that they come from
 memory and not from the cache, and all of them are one replayed graph, so that the host has no part; a call's activation
@@ -18,12 +18,17 @@ from collections.abc import Callable
 import torch
 
 from dasllama_torch.ops import ggml_types, report, reset_report
+from dasllama_torch.ops.expert_linear import expert_linear
 from dasllama_torch.ops.paged_attention import paged_attention
 from dasllama_torch.ops.quant_linear import quant_linear
 
 SHAPES = {  # N, K
     "1B": [(2048, 2048), (8192, 2048), (2048, 8192), (128256, 2048)],
     "8B": [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)],
+}
+EXPERTS = {  # E, used, N, K: gate (or up) and down
+    "30B-A3B": [(128, 8, 768, 2048), (128, 8, 2048, 768)],
+    "gpt-oss-20b": [(32, 4, 5760, 2880), (32, 4, 2880, 2880)],
 }
 CACHE = 4 * 60 * 2**20  # bytes: several times the card's L2
 REPLAYS = 7
@@ -134,9 +139,33 @@ def attention(copied: float, product: float) -> None:
         )
 
 
+def experts(types: list[int], copied: float, product: float) -> None:
+    """Stacks of experts, each token with experts of its own. GB/s count the matrices that are used once."""
+    print(f"\n{'type':8} {'experts':>8} {'N':>6} {'K':>6} {'tokens':>6} {'us':>8} {'GB/s':>7} {'of copy':>8} "
+          f"{'TFLOP/s':>8} {'of bf16':>8}  kernel")  # fmt: skip
+    for qtype in types:
+        for E, k, N, K in (shape for shapes in EXPERTS.values() for shape in shapes):
+            if K % ggml_types.GGML_TYPES[qtype].block:
+                continue
+            weights = [w.view(E, N, -1) for w in copies(qtype, E * N, K)]
+            for T in (1, 16, 512, 2048):
+                x, ids = torch.randn(T, K, device="cuda"), torch.rand(T, E, device="cuda").topk(k).indices
+                reset_report()
+                spent = seconds([functools.partial(expert_linear, x, w, qtype, ids, None, True) for w in weights])
+                rate = weights[0].nbytes // E * ids.unique().numel() / spent
+                products = 2 * T * k * N * K / spent
+                kernel = next(iter(report()["expert_linear"]))
+                print(
+                    f"{ggml_types.GGML_TYPES[qtype].name:8} {E:4} / {k} {N:6} {K:6} {T:6} {spent * 1e6:8.1f} "
+                    f"{rate / 1e9:7.0f} {rate / copied:8.0%} {products / 1e12:8.1f} {products / product:8.0%}  "
+                    f"{kernel}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--what", default="few,many,attention")
+    parser.add_argument("--what", default="few,many,attention,experts")
     parser.add_argument("--types", default="Q4_K,Q6_K,Q8_0,Q4_0,IQ4_XS,MXFP4", help="default: %(default)s")
     parser.add_argument("--shapes", default="1B,8B", help="of models (default: %(default)s)")
     parser.add_argument("--few", default="1,4,16", help="rows of x (default: %(default)s)")
@@ -155,6 +184,8 @@ def main() -> None:
             many(types, shapes, [int(m) for m in options.many.split(",")], product)
         if "attention" in options.what:
             attention(copied, product)
+        if "experts" in options.what:
+            experts(types, copied, product)
 
 
 if __name__ == "__main__":

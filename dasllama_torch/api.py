@@ -34,7 +34,7 @@ from dasllama_torch.gguf.source import GGUFSource, TensorSource
 from dasllama_torch.hf.folder import HFFolder
 from dasllama_torch.hf.verbs import Verbs
 from dasllama_torch.memory import available_memory, has_huge_pages, physical_memory
-from dasllama_torch.modules.causal_lm import CausalLM
+from dasllama_torch.modules.causal_lm import CausalLM, GenerationSettings
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
@@ -81,11 +81,11 @@ def load_model(
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
     device = _device(device)
     requantized = mode in ("q8", "q4_0")  # these read each tensor once
-    generation_defaults = {}
+    settings = {}
     with _no_garbage():
         if Path(path).is_dir():
             folder = HFFolder(path)
-            metadata, source, generation_defaults = folder.metadata, folder.source(), folder.generation
+            metadata, source, settings = folder.metadata, folder.source(), folder.generation
         else:
             file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
             if mmap is False or (mmap is None and not requantized and device.type == "cpu" and _fits(file)):
@@ -97,13 +97,16 @@ def load_model(
         model = build_model(metadata, source, strict=strict)
         if device.type != "cpu":
             device_memory.upload(model, device)
-    model.name_or_path, model.generation_defaults = os.fspath(path), generation_defaults
+    model.name_or_path, model.generation_config = os.fspath(path), GenerationSettings(**settings)
     return model
 
 
 def _device(name) -> torch.device:
     """The device that is named, which must be there and have kernels."""
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise KernelError(f"device {name!r} is unknown, wanted 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu' or 'cuda'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

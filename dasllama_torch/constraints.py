@@ -47,10 +47,12 @@ class Constraint:
     """A language of texts. A value, of no model: `matcher` binds it to a tokenizer.
 
     grammar: in llguidance's dialect of Lark (its docs/syntax.md). `<name>` in it is the special token of that name, and
-    `%json {...}` a JSON schema. Raises ConstraintError for one that is broken or too large.
+    `%json {...}` a JSON schema. before: what comes before a text of the language, such as a model's reasoning, as an
+    expression of that dialect. Raises ConstraintError for a grammar that is broken or too large.
     """
 
     grammar: str
+    before: str = ""
 
     def __post_init__(self):
         if len(self.grammar) > MAX_CHARACTERS:
@@ -119,9 +121,10 @@ class Matcher:
     def __init__(self, constraint: Constraint, tokenizer: Tokenizer, leading_space: bool = False):
         llguidance = _llguidance()
         self._vocabulary = _vocabulary(tokenizer)
-        start = '" " @text' if leading_space else "@text"
-        grammars = [{"lark_grammar": f"{EXACT}start: {start}"}, {"name": "text", "lark_grammar": constraint.grammar}]
-        self._words = np.zeros((1, -(-self._vocabulary.tokens.vocab_size // 32)), np.int32)
+        space = '" "' if leading_space else ""  # behind a special token, too
+        start = f"{EXACT}start: {constraint.before} {space} @text"
+        grammars = [{"lark_grammar": start}, {"name": "text", "lark_grammar": constraint.grammar}]
+        self._words = np.zeros_like(self._vocabulary.end)
         self._matcher = llguidance.LLMatcher(
             self._vocabulary.tokens, json.dumps({"grammars": grammars}), log_level=0, limits=_limits(llguidance)
         )
@@ -141,8 +144,7 @@ class Matcher:
         self._check()
         bits = np.unpackbits(self._words[0].view(np.uint8), count=vocabulary.size, bitorder="little").view(np.bool_)
         if self._matcher.is_accepting():
-            bits[vocabulary.eog_ids] = False
-            if not bits.any():
+            if np.array_equal(self._words, vocabulary.end):
                 return None
             bits[vocabulary.eog_ids] = True
         return torch.from_numpy(bits)
@@ -173,11 +175,13 @@ class Matcher:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A tokenizer as llguidance takes it. size: V. eog_ids: int64 [n]."""
+    """A tokenizer as llguidance takes it. size: V. eog_ids: int64 [n]. end: int32 [1, words], the mask that has nothing
+    but the one end of generation that llguidance knows."""
 
     tokens: Any
     size: int
     eog_ids: np.ndarray
+    end: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -206,9 +210,11 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
         # It knows one end of generation; `Matcher.allowed` puts the others beside it.
         eos_id = tokenizer.eos_id if tokenizer.eos_id in eog_ids else next(iter(eog_ids), None)
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokens, named, eos_id))
-        _vocabularies[tokenizer] = _Vocabulary(
-            llguidance.LLTokenizer(wrapper), len(tokenizer), np.array(eog_ids, np.int64)
-        )
+        made = llguidance.LLTokenizer(wrapper)
+        end = np.zeros(-(-made.vocab_size // 32) * 32, np.bool_)
+        end[made.eos_token] = True
+        words = np.packbits(end, bitorder="little").view(np.int32)[None]
+        _vocabularies[tokenizer] = _Vocabulary(made, len(tokenizer), np.array(eog_ids, np.int64), words)
     return _vocabularies[tokenizer]
 
 

@@ -3,6 +3,8 @@ says what is missing. With CI=true they must be there, and the test fails instea
 
 import json
 import os
+import tarfile
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +18,7 @@ from dasllama_torch import hub
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.gguf.writer import write_gguf
 from dasllama_torch.ops import ggml_types, registry
+from dasllama_torch.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +55,21 @@ def oracle() -> Path:
     if not folder.is_dir():
         absent("golden data absent: ../shared/oracle")
     return folder
+
+
+@pytest.fixture(scope="session")
+def vocabulary_folder(oracle, tmp_path_factory) -> Path:
+    """llama.cpp's vocabulary files, and the texts and ids of their tests."""
+    folder = tmp_path_factory.mktemp("vocab")
+    with tarfile.open(oracle / "vocab.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "vocab"
+
+
+@pytest.fixture(scope="session")
+def vocabulary(vocabulary_folder):
+    """The tokenizer of a real vocabulary by its name there, loaded once."""
+    return cache(lambda name: Tokenizer.from_metadata(GGUFFile(vocabulary_folder / f"ggml-vocab-{name}.gguf").metadata))
 
 
 @pytest.fixture(scope="module")

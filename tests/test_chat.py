@@ -3,6 +3,7 @@ or refuses a message leaves a conversation that can go on."""
 
 import copy
 import json
+from typing import Literal
 
 import chat_models
 import pytest
@@ -290,6 +291,44 @@ def test_an_error_on_the_way(chat):
     with pytest.raises(RuntimeError, match="StopIteration"):  # the script ends
         list(stream)
     assert (c.reply.finish_reason, c.reply.content) == ("caller", "ab")
+
+
+@pytest.mark.parametrize("by_letter", [True, False])
+def test_stop_strings(chat, by_letter):
+    """The reply ends before one, wherever the tokens' borders are; what was said up to there stays as it was said."""
+    c = chat()
+    c.add_user("Hello")
+    first = c.render_turn()
+    script(c, chat_models.encode(c, "hell, the end of it", by_letter=by_letter))
+    pieces = list(c.respond(dl.SamplingParams(stop=["xyz", "he end"])))
+    assert (text(pieces), c.reply.raw, c.reply.finish_reason) == ("hell, t", "hell, t", "stop")
+    said = chat_models.encode(c, "hell, the end", by_letter=by_letter)
+    assert list(c.reply.ids) == said
+    c.add_user("Bye")
+    kept = chat_models.encode(c, "hell, t", by_letter=by_letter)
+    assert c.render_turn()[: len(first + kept)] == first + kept
+    assert c.messages[1] == {"role": "assistant", "content": "hell, t"}
+    assert decoded(c, c.render_turn()).endswith(
+        "hell, t<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_stop_within_a_token(chat):
+    """Its other part is not said; the text before it is encoded."""
+    c = chat()
+    c.add_user("Hello")
+    first = c.render_turn()
+    script(c, chat_models.encode(c, "hell"))
+    assert text(c.respond(dl.SamplingParams(stop="l"))) == "he"
+    c.add_user("Bye")
+    (he,) = chat_models.encode(c, "he")
+    assert c.render_turn()[len(first)] == he
+    assert c.render_turn()[len(first) + 1] == chat_models.encode(c, "<|im_end|>")[0]
+    c.undo()
+    c.add_user("Hello")
+    script(c, chat_models.encode(c, "hell"))
+    assert text(c.respond(dl.SamplingParams(stop_ids=chat_models.encode(c, "ll")))) == "he"
+    assert (c.reply.finish_reason, list(c.reply.ids)) == ("stop", [he])
 
 
 def test_a_prompt_that_does_not_fit(chat):
@@ -584,6 +623,96 @@ def test_arguments_are_decoded_once_and_content_may_be_missing(chat, template):
         prompts.append(c.render_turn())
     assert prompts[0] == prompts[1]
     assert '{"city": "Oslo"}' in decoded(c, prompts[0])
+
+
+# ---- constraints ----------------------------------------------------------------------------------------------------
+
+SHORT = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "reasons"),
+    [
+        (QWEN2, None, False),
+        (QWEN3, None, True),  # it may: the prompt leaves that to the model
+        (QWEN3, False, False),
+        ("Qwen3.5-4B", True, True),  # it does: the prompt ends within
+        (GEMMA4, True, True),
+        (GEMMA4, False, False),
+        (GPT_OSS, None, True),
+        ("GLM-4.6", True, True),
+    ],
+)
+def test_a_constraint_begins_behind_the_reasoning(chat, template, thinking, reasons):
+    """A tiny model's reply is noise: where it may reason that is free, and what follows is of the language."""
+    c = chat(template, thinking=thinking)
+    reasoned = 0
+    for seed in range(12):
+        params = dl.SamplingParams(temp=1.0, seed=seed, constraint=dl.Constraint.json_schema(SHORT))
+        c.add_user("Hello")
+        list(c.respond(params, max_tokens=700))
+        if c.reply.finish_reason == "stop":
+            assert json.loads(c.reply.content)["n"] in (1, 2)
+            reasoned += c.reply.reasoning != ""
+        else:
+            assert c.reply.finish_reason == "length"
+        c.undo()
+    assert (reasoned > 0) == reasons
+
+
+def test_no_calls_where_none_are_wanted(chat):
+    c = chat(tools=[get_weather])
+    c.add_user("Weather?")
+    script(c, chat_models.encode(c, CALL), "<|im_end|>")
+    assert text(c.respond(tool_choice="none")) == CALL
+    assert (c.reply.calls, c.reply.finish_reason) == ((), "stop")
+
+
+@pytest.mark.parametrize("template", [QWEN2, QWEN3, "Qwen3.5-4B", GPT_OSS, GEMMA4, LLAMA, "GLM-4.6"])
+@pytest.mark.parametrize("choice", ["required", "set_days"])
+def test_a_call_is_made_where_one_is_wanted(chat, template, choice):
+    """By a model that knows nothing, behind its reasoning where it has any."""
+
+    def set_days(days: Literal[1, 2]):
+        """Sets days."""
+
+    def stop():
+        """Stops."""
+
+    c = chat(template, tools=[set_days, stop])
+    c.add_user("Two days.")
+    for seed in range(20):
+        c.messages = c.messages[:1]
+        list(c.respond(dl.SamplingParams(temp=1.0, seed=seed), max_tokens=400, tool_choice=choice))
+        if c.reply.finish_reason == "length":
+            continue  # it reasons without end
+        assert c.reply.finish_reason == "tool_calls"
+        assert c.reply.content == ""
+        for call in c.reply.calls:
+            assert call.name in ("set_days", "stop") if choice == "required" else call.name == "set_days"
+            assert call.arguments in ({"days": 1}, {"days": 2}) if call.name == "set_days" else {}
+        break
+    else:
+        pytest.fail("no reply has ended")
+    c.add_tool_results(["ok"] * len(c.reply.calls))
+    c.render_turn()
+
+
+@pytest.mark.parametrize(
+    ("declared", "choice", "constraint", "message"),
+    [
+        (True, "fly", None, "'fly', wanted 'required' or one of get_weather"),
+        (False, "required", None, "no tools are declared"),
+        (True, "required", "a", "wanted one of both"),
+    ],
+)
+def test_wrong_choices_are_refused(chat, declared, choice, constraint, message):
+    c = chat(tools=[get_weather] if declared else [])
+    c.add_user("Hello")
+    params = dl.SamplingParams(constraint=constraint and dl.Constraint.regex(constraint))
+    with pytest.raises(ValueError, match=message):
+        list(c.respond(params, tool_choice=choice))
+    assert (c.reply, len(c.messages)) == (None, 1)
 
 
 # ---- what a template refuses ----------------------------------------------------------------------------------------

@@ -117,6 +117,14 @@ def test_an_architecture_that_is_not_implemented_is_one_line(capsys, small):
     assert "architecture 'nosuch' is not implemented; implemented: " in fails(capsys, "run", small, "text")
 
 
+@pytest.mark.parametrize(
+    ("device", "wanted"),
+    [("nosuch", "is unknown, wanted 'cpu' or 'cuda'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
+)
+def test_a_device_that_cannot_serve_is_one_line(capsys, small, device, wanted):
+    assert f"device {device!r} {wanted}" in fails(capsys, "run", small, "text", "--device", device)
+
+
 def test_text_for_a_file_without_a_vocabulary_is_one_line(capsys, oracle):
     for command in ("run", "tokenize"):
         assert "no vocabulary" in fails(capsys, command, oracle / "tiny/llama.gguf", "text")
@@ -368,3 +376,29 @@ def test_a_terminal_that_lacks_a_character_is_no_error(small):
     )
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: 'gr\\xf6\\xdfe.gguf' is no file")
+
+
+def test_run_writes_what_a_constraint_admits_and_ends_before_a_stop_string(capsys, tmp_path, demo_model):
+    schema, gbnf, lark = (tmp_path / name for name in ("s.json", "g.gbnf", "g.lark"))
+    schema.write_text('{"enum": ["red", "green"]}')
+    gbnf.write_text('root ::= "yes" | "no"')
+    lark.write_text('start: "yes" | "no"')
+    for options, wanted in (
+        (["--json-schema", str(schema)], {'"red"', '"green"'}),
+        (["--grammar", str(gbnf)], {"yes", "no"}),
+        (["--grammar", str(lark)], {"yes", "no"}),
+        (["--regex", "1[0-9]{3}"], {str(year) for year in range(1000, 2000)}),
+    ):
+        assert run("run", demo_model, "The answer is", "-n", "20", *options) == 0
+        out, err = capsys.readouterr()
+        assert out.removesuffix("\n") in wanted
+        assert err.endswith("ended by constraint\n")
+    assert run("run", demo_model, "The capital of France is", "-n", "20", "--stop", "is", "--stop", "ari") == 0
+    out, err = capsys.readouterr()
+    assert out == " P\n"
+    assert err.endswith("ended by stop\n")
+    assert "wanted one of" in fails(capsys, "run", demo_model, "x", "--regex", "a", "--grammar", str(gbnf))
+    assert "refused" in fails(capsys, "run", demo_model, "x", "--regex", "(")
+    gbnf.write_bytes(b"root ::= \xff")
+    assert "not UTF-8" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
+    assert "No such file" in fails(capsys, "run", demo_model, "x", "--json-schema", str(tmp_path / "none.json"))

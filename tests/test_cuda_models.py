@@ -91,7 +91,6 @@ def test_every_type(name, mode, oracle):
             torch.from_numpy(data[f"logits_{key}"]).log_softmax(-1) for key in ("dequant_fp32", "lcpp_kv32")
         )
         distance = (together.log_softmax(-1) - exact).abs().mean(), (single.log_softmax(-1) - native).abs().mean()
-        print(name, *distance)
         assert distance[0] <= CUDA_LOGPROB
         assert distance[1] <= NATIVE_LOGPROB
 

@@ -1,5 +1,6 @@
 """The documentation says what the code is."""
 
+import ast
 import importlib.util
 import re
 import textwrap
@@ -77,9 +78,10 @@ def test_the_page_about_chat_runs(demo_model, tmp_path, monkeypatch, capsys):
     namespace: dict = {}
     for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "chat.md").read_text(), re.S | re.M):
         exec(compile(block, "chat.md", "exec"), namespace)
-    first, second = capsys.readouterr().out.strip().rsplit("\n", 1)
+    first, second, third = capsys.readouterr().out.strip().rsplit("\n", 2)
     assert "Paris" in first
     assert second.endswith(" None")
+    assert ast.literal_eval(third).keys() == {"city"}
     chat = namespace["chat"]
     chat.add_user("Thank you.")
     assert namespace["converse"](chat) == chat.messages[-1]["content"]

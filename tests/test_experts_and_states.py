@@ -7,7 +7,7 @@ from test_invariants import text
 from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
-from dasllama_torch.errors import UnsupportedModel
+from dasllama_torch.errors import ContextFull, UnsupportedModel
 
 IDS = text(61, 33)
 ROUTED = ("qwen2moe", "qwen3moe", "glm4moe", "gpt-oss", "gemma4_moe", "qwen35moe", "qwen3vlmoe")
@@ -93,6 +93,10 @@ def test_states_of_a_session(hybrid):
             dl.recurrent_states(session, [1, 2], after=[3])
     with dl.create_session(model) as session, pytest.raises(ValueError, match="after is"):
         dl.recurrent_states(session)
+    with dl.create_session(model, n_ctx=20, on_full="shift") as session:
+        dl.recurrent_states(session, IDS[:19], after=[3])
+        with pytest.raises(ContextFull, match="shift"):
+            dl.recurrent_states(session, IDS[:5])
 
 
 def test_no_states(load):

@@ -89,6 +89,9 @@ def test_twins(kind, tmp_path):
     model = dl.load_model(tmp_path / "hf", mode="fp32")
     x = ids()
     assert_close(model(x).logits, twin.hf(x).logits)
+    # What generation_config.json says of ends and padding.
+    assert model.generation_config.pad_token_id == 0
+    assert torch.equal(model.generate(x), twin.hf.generate(x))
     # The very weights of the file, to the bit.
     file = dl.load_model(twin.path, mode="fp32")
     for (name, found), wanted in zip(model.state_dict().items(), file.state_dict().values(), strict=True):

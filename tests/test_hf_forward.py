@@ -107,6 +107,22 @@ def test_steps_with_a_cache(llama):
 
 
 @torch.no_grad()
+def test_a_row_that_gets_nothing_stays_where_it_is(llama):
+    model, _ = llama
+    x, more = ids(2, 9), ids(2, 3, seed=1)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    cache = model(x, use_cache=True).cache
+    for keep in (0, 1):
+        out = model(more, cache=cache, attention_mask=mask, logits_to_keep=keep, output_hidden_states=not keep)
+        assert out.logits.shape == (2, 1 if keep else 3, 256)
+        assert not out.logits[1].any()
+    assert [session.n_past for session in cache.sessions] == [15, 9]
+    assert_close(model(more[1:], cache=cache.sessions[1]).logits, model(torch.cat([x, more], 1)).logits[1:, 9:])
+    nobody = model(more, cache=cache, attention_mask=mask * 0, logits_to_keep=1)
+    assert nobody.logits.shape == (2, 1, 256)
+
+
+@torch.no_grad()
 def test_sessions_as_a_cache(llama):
     model, _ = llama
     x = ids(2, 30)

@@ -1,5 +1,7 @@
 """`model.generate` against transformers': the same tokens, the same distribution, the same shapes."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -49,12 +51,12 @@ def same_until_a_near_tie(found, wanted, scores) -> bool:
     return True
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_greedy(pair, penalty):
+def test_greedy(pair):
+    """With a penalty; `test_a_batch` has none."""
     model, hf, case = pair
     x, mask = prompts()
     x[:, 0] = torch.where(mask[:, 0] == 0, x[0, 3], x[:, 0])  # padding that is penalized by transformers, or not at all
-    how = HOW | dict(attention_mask=mask, repetition_penalty=penalty, do_sample=False)
+    how = HOW | dict(attention_mask=mask, repetition_penalty=1.7, do_sample=False)
     found = model.generate(x, **how)
     for row in range(3):  # transformers penalizes padding, so row by row
         real = mask[row].bool()
@@ -156,12 +158,16 @@ def test_a_config_of_transformers(llama):
     config = transformers.GenerationConfig(max_new_tokens=5, repetition_penalty=1.3, eos_token_id=2, pad_token_id=0)
     wanted = hf.generate(x[:1], generation_config=config)
     assert torch.equal(model.generate(x[:1], generation_config=config), wanted)
-    model.generation_defaults = {"max_new_tokens": 5, "repetition_penalty": 1.3, "transformers_version": "5.24.0"}
+    plain = model.generation_config
+    assert plain.max_new_tokens is None
+    copy.copy(plain).max_new_tokens = 3
+    assert plain.to_diff_dict() == {}
+    model.generation_config = config
     try:
-        assert torch.equal(model.generate(x[:1], eos_token_id=2), wanted)
+        assert torch.equal(model.generate(x[:1]), wanted)
         assert model.generate(x[:1], max_new_tokens=2).shape[1] == 11
     finally:
-        model.generation_defaults = {}
+        model.generation_config = plain
 
 
 def test_processors_criteria_and_streamers(llama):
@@ -207,6 +213,8 @@ def test_what_is_not_implemented_is_refused_by_name(llama):
         model.generate(x, max_tokens=3)
     with pytest.raises(ValueError, match="temperature is 0"):
         model.generate(x, do_sample=True, temperature=0)
+    with pytest.raises(ValueError, match="num_return_sequences is 2"):
+        model.generate(x, num_return_sequences=2)
     with pytest.raises(ValueError, match="top_p is 2"):
         model.generate(x, do_sample=True, top_p=2.0)
     with pytest.raises(ValueError, match="without any token"):

@@ -16,7 +16,7 @@ from dasllama_torch.text.tokenizer import Tokenizer
 TEXTS = [*CORPUS, "", " ", "  two spaces first", "a\n\n b", "last space "]
 SPECIALS = {"<|im_start|>": TokenType.CONTROL, "<|im_end|>": TokenType.CONTROL, "<pad>": TokenType.CONTROL}
 SPECIALS |= {"<think>": TokenType.USER_DEFINED}
-CHAT = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n"
+CHAT = "To the user:<|im_start|>user\nWhat does <think> mean?<|im_end|>\n"
 
 
 def metadata(md: dict) -> dict:
@@ -39,7 +39,7 @@ def assert_same(fast, ours: Tokenizer, texts) -> None:
         assert fast.decode(ids, skip_special_tokens=False) == ours.decode(ids, skip_special=False)
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen35", "phi-3", "gpt-2"])
+@pytest.mark.parametrize("name", ["llama-spm", "phi-3", "gpt-2"])
 def test_published_vocabularies(name, load, folder):  # noqa: F811
     path = folder / f"ggml-vocab-{name}.gguf"
     fast, ours = hf_tokenizer_of(GGUFFile(path).metadata), load(name)
@@ -98,6 +98,16 @@ def test_a_folder_gives_the_vocabulary_back(pre, tmp_path):
         for special in (True, False):
             assert again.encode(text, parse_special=special) == ours.encode(text, parse_special=special)
     assert again.token_type(len(ours) - 1) is TokenType.USER_DEFINED
+
+
+def test_a_folder_gives_a_sentencepiece_vocabulary_back(load, folder, tmp_path):  # noqa: F811
+    path, ours = folder / "ggml-vocab-llama-spm.gguf", load("llama-spm")
+    hf_tokenizer_of(GGUFFile(path).metadata).save_pretrained(tmp_path)
+    values = {"general.architecture": "llama", "llama.vocab_size": len(ours)}
+    again = Tokenizer.from_metadata({**values, **gguf_vocabulary(tmp_path, values)})
+    assert (again.model, again.add_bos, again.add_space_prefix) == ("llama", True, True)
+    for text in TEXTS:
+        assert again.encode(text) == ours.encode(text), text
 
 
 def write(folder, **parts):  # noqa: F811

@@ -35,7 +35,7 @@ LEAVES = {
     "config": {"errors", "gguf"},
     "step": {"errors", "config", "ops"},
     "text": {"errors", "gguf"},
-    "chat": {"errors", "text"},
+    "chat": {"errors", "text", "sampling", "constraints"},
     "sampling": {"errors", "ops"},
     "constraints": {"errors", "text"},
     "hub": {"errors"},

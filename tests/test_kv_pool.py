@@ -464,6 +464,25 @@ def test_whatever_is_done_to_many_sessions(layers, monkeypatch):
     assert min(map(Pool.done.get, (*kinds, "out of pages", "cannot rewind", "attached"))) > 0
 
 
+def test_backing_comes_before_pages_go_out():
+    """Where memory has to be put behind pages: those that are handed out, and none of them if it fails."""
+    pages, backed = PageAllocator(5), []
+    pages.backing.append(backed.append)
+    first = pages.take(3)
+    pages.give_back(first[1:])
+    assert (backed, pages.in_use) == (first, 1)
+
+    def fail(page):
+        raise dl.OutOfPages("no memory")
+
+    pages.backing.append(fail)
+    with pytest.raises(dl.OutOfPages, match="no memory"):
+        pages.take(4)
+    assert pages.in_use == 1
+    pages.backing.remove(fail)
+    assert sorted(pages.take(4)) == [1, 2, 3, 4]
+
+
 def test_holders():
     pages = PageAllocator(3)
     first, second = pages.take(2)

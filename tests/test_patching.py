@@ -112,6 +112,9 @@ def test_steering_is_the_hook_that_one_would_write(twin, model, vector):
         found = [token for token, _ in session.generate(IDS[:6], max_tokens=12)]
         assert torch.equal(session.logits, wanted[-2])
     assert found == wanted[:12].argmax(-1).tolist()
+    with dl.steer(model, 1, vector, 2.0):
+        of_hf = model.generate(torch.tensor([IDS[:6]]), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    assert of_hf[0, 6:].tolist() == found
     with dl.create_session(model) as session:
         assert not torch.equal(loop(session, 12), wanted)
     assert hooks_of(model) == []
@@ -204,6 +207,8 @@ def test_a_batch_of_sequences(model):
                 assert_close(found[i], forward(model, ids))
     with dl.patch(model, {name: both[name]}), pytest.raises(ValueError, match="for 2 sequences"), torch.no_grad():
         model(torch.tensor([IDS, IDS, IDS]))
+    with dl.patch(model, {name: both[name]}), pytest.raises(ValueError, match="sessions have no order"):
+        in_session(model, IDS)
 
 
 def test_only_what_is_generated(model, vector):
@@ -297,6 +302,8 @@ def test_what_is_refused(load):
         dl.patch(model, {"model.layers.0.mlp.experts.down_proj": lambda x: x[..., :3]}),
         pytest.raises(ValueError, match="in its place, found"),
     ):
+        forward(model, IDS)
+    with dl.patch(model, {"hook_embed": lambda x: None}), pytest.raises(ValueError, match="found NoneType"):
         forward(model, IDS)
     assert hooks_of(model) == []
     assert issubclass(UnknownName, DasllamaError)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,13 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
 @pytest.fixture(scope="module")
-def folder(oracle, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    with tarfile.open(oracle / "vocab.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "vocab"
+def folder(vocabulary_folder):
+    return vocabulary_folder
 
 
 @pytest.fixture(scope="module")
-def load(folder):
-    tokenizers = {}
-
-    def load(name):
-        if name not in tokenizers:
-            tokenizers[name] = Tokenizer.from_metadata(GGUFFile(folder / f"ggml-vocab-{name}.gguf").metadata)
-        return tokenizers[name]
-
-    return load
+def load(vocabulary):
+    return vocabulary
 
 
 def cases(folder, name):

@@ -255,6 +255,19 @@ def test_nothing_is_lost_and_nothing_raises(form, data):
             [("f-2", {"exact": False})],
         ),
         ("glm", "<tool_call>f-2</tool_call>", [("f-2", {})]),
+        # A marker in a string of a list is text; not where the string is never closed.
+        (
+            "glm",
+            '<tool_call>f-2<arg_key>tags</arg_key><arg_value>["a</arg_value>", "\\"</arg_value>"]</arg_value>'
+            "</tool_call>",
+            [("f-2", {"tags": ["a</arg_value>", '"</arg_value>']})],
+        ),
+        (
+            "glm",
+            '<tool_call>f-2<arg_key>tags</arg_key><arg_value>["a</arg_value><arg_key>days</arg_key><arg_value>3</arg_value>'
+            "</tool_call>",
+            [("f-2", {"tags": '["a', "days": 3})],
+        ),
         ("glm", "<tool_call>f-2<arg_key>city</arg_key></tool_call>", [("f-2", {})]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}]', [("f", {"a": [1]})]),
         (

@@ -103,15 +103,17 @@ def test_bits_of_products_and_sums():
 def test_what_changes_in_between_is_seen():
     """Copies, sums of something else, writing in place, another view of a norm: all see what they must."""
     x, gain = torch.randn(1, 2, K, device=DEVICE), torch.rand(K, device=DEVICE)
-    w, wide = weight("Q5_0", 6), weight("Q5_0", 6, 2 * K)
+    w, wide, p = weight("Q5_0", 6), weight("Q5_0", 6, 2 * K), torch.randn(1, 2, 6, device=DEVICE)
 
     def f():
         h = rms_norm(x, gain, 1e-5)
         joined = h.view(1, 1, 2 * K)  # rounded in blocks of another row
         a = quant_linear(joined, *wide, None, True)
-        transposed = rms_norm(x, None, 1e-5).transpose(1, 2).reshape(1, K, 2).clone()
+        transposed = rms_norm(x, None, 1e-5).transpose(1, 2).reshape(1, 2 * K)
         b = quant_linear(x, *w, None, True)
-        doubled = b + b
+        apart = p + p
+        again = quant_linear(x, *w, None, True)
+        doubled = again + again
         scratch = x.clone()
         c = quant_linear(scratch, *w, None, True)
         scratch.mul_(3)
@@ -120,7 +122,7 @@ def test_what_changes_in_between_is_seen():
         act = gated_act(x, x, SILU).unflatten(-1, (2, -1)).contiguous()
         tables = (gain.view(2, -1)[:, i : i + 4].contiguous() for i in (0, 4))
         turned = rope(x.unflatten(-1, (4, -1)), *tables)
-        return a, transposed, b, doubled, c, d, half, act, turned
+        return a, transposed, b, apart, doubled, c, d, half, act, turned
 
     found, plain, calls = fused(f)
     assert_near([t.float() for t in found], [t.float() for t in plain])

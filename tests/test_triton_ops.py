@@ -139,7 +139,7 @@ def test_kv_write(codecs):
     v[0, 0, 0] = float("nan")
     slots = torch.randperm(P * R)[:8]
     slots[3] = -1
-    on_device = [m.to(DEVICE) for m in memory]
+    on_device = [m.clone().to(DEVICE) for m in memory]
     found = [m[..., :n] for m, n in zip(on_device, (D, Dv), strict=True)]
     outside = slots.clone()
     outside[3] = P * R  # a GPU leaves it out
@@ -221,7 +221,7 @@ def test_codes(codecs, D, Dv):
     k[0], k[1, 0, :3] = 0.0, torch.tensor([1e30, -1e30, 0.0])
     wanted = [cache.clone() for cache in (batch.k_cache, batch.v_cache)]
     slots = torch.randperm(batch.k_cache.shape[0] * batch.R)[:9]
-    on_device = here(*wanted)
+    on_device = here(*(cache.clone() for cache in wanted))
     kv_write(ragged(k), ragged(v), *on_device, slots.to(DEVICE), keys.id, values.id)
     kv_write_op.reference(k, v, *wanted, slots, keys.id, values.id)
     for got, want in zip(on_device, wanted, strict=True):

@@ -30,7 +30,7 @@ def test_convolution(C, K, T):
 
 def test_convolution_token_by_token_and_in_place():
     x, weight, slots, state = conv_cases.inputs(12, C=20, K=4, S=3)
-    found, wanted = state.to(DEVICE), state.clone()
+    found, wanted = state.clone().to(DEVICE), state.clone()
     whole = conv_op.reference(x, weight, wanted, slots)
     for t in range(len(x)):
         y = causal_conv1d_update(*here(x[t : t + 1], weight), found, slots[t : t + 1].to(DEVICE))
@@ -41,13 +41,13 @@ def test_convolution_token_by_token_and_in_place():
 def test_slots_out_of_range_give_nan_and_change_nothing():
     x, weight, slots, state = conv_cases.inputs(4, C=20, K=4, S=3)
     slots = torch.tensor([1, 3, -1, 99], dtype=torch.int32)
-    found = state.to(DEVICE)
+    found = state.clone().to(DEVICE)
     y = causal_conv1d_update(*here(x, weight), found, slots.to(DEVICE)).cpu()
     assert y[[1, 3]].isnan().all()
     assert (y[2] == 0).all()
     assert torch.equal(found.cpu()[[0, 2]], state[[0, 2]])
     q, k, v, g, beta, _, state = rule_cases.inputs(4)
-    found = state.to(DEVICE)
+    found = state.clone().to(DEVICE)
     y = gated_delta_update(*here(q, k, v, g, beta), found, slots.to(DEVICE)).cpu()
     assert y[[1, 3]].isnan().all()
     assert (y[2] == 0).all()
@@ -78,7 +78,7 @@ def test_delta_rule(G, H, Dk, Dv):
 
 def test_delta_rule_token_by_token_and_in_place():
     *rows, slots, state = rule_cases.inputs(6)
-    found, wanted = state.to(DEVICE), state.clone()
+    found, wanted = state.clone().to(DEVICE), state.clone()
     whole = rule_op.reference(*rows, wanted, slots)
     for t in range(len(slots)):
         y = gated_delta_update(*here(*(r[t : t + 1] for r in rows)), found, slots[t : t + 1].to(DEVICE))

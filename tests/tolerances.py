@@ -78,9 +78,9 @@ TRITON_F32 = 1e-6
 
 # Whole models on a GPU in fp32 mode, whose sums have other orders than both references': relative to the spread.
 CUDA_LOGITS = 2e-4
-# ... and in native mode where many rows multiply numbers of 8 bits (bf16), against the dequantized weights: as far as
-# the lattices of 8 bits are from them. Mean |log-probability difference|.
-CUDA_LOGPROB = 0.05
+# ... and in native mode where many rows multiply numbers of 8 bits (bf16), against the dequantized weights. Mean
+# |log-probability difference|.
+CUDA_LOGPROB = 0.025
 # ... and of a quantized cache against the same on the CPU: now and then a code goes to its neighbour.
 CUDA_CODES = 3e-3
 # ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the

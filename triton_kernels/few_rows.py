@@ -185,10 +185,10 @@ def few_rows_float_kernel(
         _store(y, acc[r], bias, None, None, r, M, N, n, known)
 
 
-def _tile(kind: blocks.Layout, rows: int) -> tuple[int, int]:
+def _tile(kind: blocks.Layout, rows: int, K: int) -> tuple[int, int]:
     """BN and warps: what was fastest on an H200 at the shapes of benchmarks/cuda.py."""
     if rows == 1:
-        return 1, 1
+        return (4 if K // kind.block * kind.bytes <= 1024 else 1), 1  # a short row is no work for a program
     return (4 if rows >= 8 and kind.words == 1 else 2), 1
 
 
@@ -205,7 +205,7 @@ def few_rows_native(
     M, grid, y = _result(x, N, ids)
     if y.numel():
         rows = rows_for(M)
-        bn, warps = _tile(kind, rows)
+        bn, warps = _tile(kind, rows, K)
         with on_device(x):
             few_rows_native_kernel[(triton.cdiv(N, bn), grid)](
                 y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, None, None,
@@ -232,7 +232,7 @@ def few_rows_together(
     aligned to 16 bytes, into ys f32 [M, N]. bias, and residual and total f32 [M, N], are a single matrix' only."""
     (M, K), kind, y, w = a.q.shape, blocks.layout(qtype), ys[0], qweights[0]
     rows = rows_for(M)
-    bn, warps = _tile(kind, rows)
+    bn, warps = _tile(kind, rows, K)
     places = [[(other.data_ptr() - w.data_ptr()) // 16 for other in qweights[1:]]]
     places += [[(other.data_ptr() - y.data_ptr()) // 4 for other in ys[1:]], [len(other) for other in qweights[1:]]]
     apart = [part for each in places for part in (*each, 0, 0)[: PARTS - 1]]

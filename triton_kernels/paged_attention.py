@@ -31,7 +31,7 @@ from dasllama_torch.triton_kernels.launch import await_inputs, check, early, hea
 MOST = 512  # keys of a program where programs share rows, at most
 # Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
 # nothing is, for heads of f16 that are no multiple of 16 wide.
-ROWS = 32
+ROWS, WIDE_ROWS = 32, 128
 NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -160,9 +160,11 @@ def combine_kernel(
     tl.store(out + at * Dv + dv, acc.to(out.dtype.element_ty), mask=dv < Dv)
 
 
-def _tile(T: int, S: int, gp: int) -> tuple[int, int, int]:
+def _tile(T: int, S: int, gp: int, wide: bool) -> tuple[int, int, int]:
     """BM, warps, stages. About a row of each sequence is decode, where a tile of rows would have many sequences."""
-    return (1, 4, 3) if T <= 2 * S else (ROWS // gp, 4, 3)
+    if wide and T > 2 * S:
+        return WIDE_ROWS // gp, 8, 2
+    return (1, 4, 2) if T <= 2 * S else (ROWS // gp, 4, 3)
 
 
 def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
@@ -228,7 +230,8 @@ def paged_attention(
         return out.new_empty((*q.shape[:-1], v_dim), dtype=q.dtype)
     gp = min(triton.next_power_of_2(H // G), ROWS)
     parts = triton.cdiv(H // G, gp)
-    bm, warps, stages = _tile(T, S, gp)
+    halves = k_cache.dtype == v_cache.dtype == torch.float16
+    bm, warps, stages = _tile(T, S, gp, halves and D % 16 == 0 == Dv % 16 and max(D, Dv) <= 128)
     dp, dvp = triton.next_power_of_2(max(D, 16)), triton.next_power_of_2(max(Dv, 16))
     bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
     tiles, longest = triton.cdiv(T, bm), max(B * R, 1)

@@ -15,20 +15,21 @@ beginning of the next reply. Replies stay in the tokens that were sampled (histo
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from dasllama_torch.errors import DasllamaError, TemplateError, UnsupportedModel
-from dasllama_torch.text.detokenizer import StreamingDetokenizer
 from dasllama_torch.text.tokenizer import Tokenizer
 
 from . import chat_file
 from .caps import ChatCaps
+from .choice import AUTO, NONE, behind_reasoning, constraint_of_choice
 from .closing import Closing
 from .history import Message, Rendered, Sampled, digest, encode
 from .messages import decode_arguments, normalize
-from .reply import ChatPiece, ChatReply, ReplyReader
+from .reply import ChatPiece, ChatReply, ReplyReader, TokenText
 from .template import ChatTemplate
 from .thinking import NoReasoning, ReasoningFormat, Reply, ThinkStream
 from .thinking import find as find_reasoning
@@ -168,9 +169,15 @@ class Chat:
 
     # Replies
 
-    def respond(self, params: "SamplingParams | None" = None, max_tokens: int | None = None) -> Iterator[ChatPiece]:
+    def respond(
+        self, params: "SamplingParams | None" = None, max_tokens: int | None = None, *, tool_choice: str = AUTO
+    ) -> Iterator[ChatPiece]:
         """The model's reply to the last message, in pieces as they come. params, max_tokens: as of `Session.generate`;
-        a reply also ends at `effective_stop_ids`.
+        a reply also ends at `effective_stop_ids`, and stop strings are looked for in all of its text. A constraint is
+        about the content: a model that reasons may do so before it.
+
+        tool_choice: "auto"; "none", what looks like a call is content; "required", the reply is calls; or the name of
+        the tool that is called. ValueError for another, or beside a constraint in the params.
 
         Afterwards `reply` holds it whole, and it stands in `messages`: content, reasoning and calls apart. A caller may
         stop at any point; what was sampled up to there is then the reply. Where nothing was, as when the prompt does
@@ -181,38 +188,52 @@ class Chat:
         self.reply = None
         session = self._need_session()
         prompt = self._turn()
+        params = self._held_to(params, tool_choice)
         # Layers that forget can go back to before the reply, for a template that will write it in another way.
         checkpoint = None if session.rewinds else self._n_shared(prompt)
-        reader = ReplyReader(self.reasoning, self.tool_format if self.tools else None, self.tools, self._inside)
-        text = StreamingDetokenizer(self.tokenizer, skip_special=False, prev_id=prompt.ids[-1] if prompt.ids else None)
-        stops = self.effective_stop_ids()
-        said: list[int] = []
+        form = self.tool_format if self.tools and tool_choice != NONE else None
+        reader = ReplyReader(self.reasoning, form, self.tools, self._inside)
+        text = TokenText(self.tokenizer, prompt.ids, params.stop)
         finish = "caller"
-        tokens = session.generate(prompt.ids, params, max_tokens, whole=True, checkpoint=checkpoint)
+        tokens = session.generate(prompt.ids, replace(params, stop=()), max_tokens, whole=True, checkpoint=checkpoint)
         try:
             for token, _ in tokens:
-                if token in stops:
+                if token is not None:  # the end of a text cut within a character
+                    yield from reader.feed(text.feed(token))
+                if text.stopped:
                     finish = "stop"
                     break
-                if token is not None:  # the end of a text cut within a character
-                    said.append(token)
-                    yield from reader.feed(text.feed(token))
             else:
                 finish = _FINISH[session.stats.stop]
         finally:
             tokens.close()
             rest = reader.feed(text.finish()) + reader.finish()
-            if said or finish != "caller":
-                self._take(reader.reply(said, finish), prompt)
+            if text.ids or finish != "caller":
+                self._take(reader.reply(text.ids, finish), prompt, text.kept)
         yield from rest
 
-    def _take(self, reply: ChatReply, prompt: Rendered) -> None:
+    def _held_to(self, params: "SamplingParams | None", tool_choice: str) -> "SamplingParams":
+        """The params of a reply to the prompt that was rendered last."""
+        from dasllama_torch.sampling import SamplingParams
+
+        params = params or SamplingParams()
+        special_ids = self.tokenizer.special_ids()
+        constraint = constraint_of_choice(tool_choice, self.tool_format, self.tools, special_ids)
+        if constraint and params.constraint:
+            raise ValueError(f"tool_choice is {tool_choice!r}, and the params have a constraint: wanted one of both")
+        calls, constraint = constraint is not None, constraint or params.constraint
+        if constraint and self.thinking is not False:
+            constraint = behind_reasoning(constraint, self.reasoning, special_ids, inside=self._inside, calls=calls)
+        stop_ids = self.effective_stop_ids() | set(params.stop_ids)
+        return replace(params, constraint=constraint, stop_ids=stop_ids)
+
+    def _take(self, reply: ChatReply, prompt: Rendered, kept: tuple[tuple[int, ...], str]) -> None:
         message = conversation.render_assistant_calls(self.messages, reply.content, reply.calls)[-1]
         if reply.reasoning:
             message = {**message, "reasoning_content": reply.reasoning}
         sampled = Sampled(
-            ids=reply.ids,
-            text=reply.raw,
+            ids=kept[0],
+            text=kept[1],
             start=len(prompt.text),
             digest=digest(prompt.text),
             message=copy.deepcopy(message),
@@ -371,8 +392,8 @@ class Chat:
 
     def _ids(self, names: Sequence[str]) -> frozenset[int]:
         """Of special tokens that the vocabulary has."""
-        known = [name for name in names if name in self.template.special_types]
-        return frozenset(token for name in known for token in self.tokenizer.encode_segments([(name, True)]))
+        ids = self.tokenizer.special_ids()
+        return frozenset(ids[name] for name in names if name in ids)
 
     def _need_session(self) -> "Session":
         if self.session is None:

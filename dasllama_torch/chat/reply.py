@@ -4,6 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from dasllama_torch.text.detokenizer import StreamingDetokenizer
+from dasllama_torch.text.stops import StopStrings
+from dasllama_torch.text.tokenizer import Tokenizer
+
 from .thinking import ReasoningFormat
 from .tools import CallDelta, CallStream, ToolCall, ToolFormat
 
@@ -95,3 +99,48 @@ class ReplyReader:
             if piece.kind != "call":
                 self._said[piece.kind].append(piece.text)
         return pieces
+
+
+class TokenText:
+    """The text of a reply's tokens as they come, names of special ones included, up to the first of some strings.
+
+    ids: the tokens. stopped: whether one of the strings has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
+        self.ids: list[int] = []
+        self._stream = StreamingDetokenizer(tokenizer, skip_special=False, prev_id=prompt[-1] if prompt else None)
+        self._stops = StopStrings(stop)
+        self._parts: list[str] = []  # of each token
+        self._passed = 0  # characters
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.found is not None
+
+    def feed(self, token: int) -> str:
+        """The text that the token makes certain."""
+        self.ids.append(token)
+        self._parts.append(self._stream.feed(token))
+        return self._pass(self._stops.feed(self._parts[-1]))
+
+    def finish(self) -> str:
+        """The rest, at the end."""
+        if self.stopped:
+            return ""
+        self._parts.append(self._stream.finish())
+        return self._pass(self._stops.feed(self._parts[-1]) + self._stops.finish())
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], str]:
+        """The tokens whose text lies before a string that has stopped it, and that text; once it is finished."""
+        if not self.stopped:
+            return tuple(self.ids), "".join(self._parts)
+        n = len(self.ids)
+        while n and (len("".join(self._parts[:n])) > self._passed or not self._parts[n - 1]):
+            n -= 1
+        return tuple(self.ids[:n]), "".join(self._parts[:n])
+
+    def _pass(self, text: str) -> str:
+        self._passed += len(text)
+        return text

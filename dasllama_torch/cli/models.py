@@ -31,10 +31,10 @@ def start_torch(threads: int | None) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
 
-def load(model: str, mode: Mode = Mode.native) -> tuple["CausalLM", Path]:
+def load(model: str, mode: Mode = Mode.native, device: str = "cpu") -> tuple["CausalLM", Path]:
     """The model that a `ModelArgument` names, and its file."""
     import dasllama_torch as dl
 
     path = resolve(model)
     with status(f"loading {path.name}"):
-        return dl.load_model(path, mode=mode.value, progress=False), path  # the status line shows it
+        return dl.load_model(path, mode=mode.value, device=device, progress=False), path  # the status line shows it

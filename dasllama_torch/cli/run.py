@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from .constraint import GrammarOption, JsonSchemaOption, RegexOption, constraint
 from .exits import INTERRUPTED
 from .models import load, start_torch
 from .options import (
     CtxOption,
+    DeviceOption,
     KVOption,
     KVType,
     MinPOption,
@@ -39,6 +41,12 @@ def command(
     min_p: MinPOption = 0.0,
     repeat_penalty: RepeatPenaltyOption = 1.0,
     seed: SeedOption = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string before which the text ends; may be given several times.")
+    ] = None,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     ctx: CtxOption = None,
@@ -46,14 +54,22 @@ def command(
         bool, typer.Option("--shift", help="Go on past the context's end: forget the older half.")
     ] = False,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Continue a text. The continuation is streamed to standard output, the speeds go to standard error."""
     text = read_text(prompt)
     start_torch(threads)
     params = sampling_params(
-        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=seed,
+        stop=stop or (),
+        constraint=constraint(json_schema, regex, grammar),
     )
-    loaded, _ = load(model, mode)
+    loaded, _ = load(model, mode, device)
     ids = loaded.encode(text)
     if not ids:
         raise typer.BadParameter("the prompt is empty, and this model starts with no token of its own")

@@ -10,6 +10,9 @@ written again once nobody can see it.
 
 What a recorded step leaves out that the modules do: roundings of an activation that the op before has rounded already.
 Prompts leave out the same (`sharing`), under the same conditions; their modules run as they are.
+
+On a GPU the step is captured instead (`captured.py`), of up to 64 rows, under the same conditions and "captured" in the
+report.
 """
 
 import contextlib

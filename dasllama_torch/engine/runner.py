@@ -69,9 +69,7 @@ def run(
     return [session.logits for session in sessions]
 
 
-def _run_ready(
-    sessions: list["Session"], inputs: Sequence[Sequence[int] | Embeddings]
-) -> list[Tensor | None] | None:
+def _run_ready(sessions: list["Session"], inputs: Sequence[Sequence[int] | Embeddings]) -> list[Tensor | None] | None:
     """`run` of one id for each session where no memory has to be taken and a recorded step stands ready: nearly all
     that a stream does. None, and nothing done, of anything else.
 

@@ -65,16 +65,16 @@ def forward(
     else:
         last_only = False
         logits, states = _watched(model, present, inputs)
-        states = tuple(_padded([row[i] for row in states], rows, real) for i in range(len(model.config.layers) + 1))
+        places = range(len(model.config.layers) + 1)
+        states = tuple(_padded([row[i] for row in states], rows, real, model.config.n_embd) for i in places)
         states = selected(states, hidden_states)
     if isinstance(cache, SessionCache):
         cache.length += T
     if last_only:
         real, logits = real[:, -1:], [row[None] for row in logits]
-        return CausalLMOutput(logits=_padded(logits, rows, real).to(given.device), cache=cache)
-    padded = _padded(logits, rows, real, model.config.n_vocab)
-    logits = keep_rows(padded, logits_to_keep).to(given.device)
-    return CausalLMOutput(logits=logits, cache=cache, hidden_states=states)
+    padded = _padded(logits, rows, real, model.config.n_vocab).to(given.device)
+    kept = padded if last_only else keep_rows(padded, logits_to_keep)
+    return CausalLMOutput(logits=kept, cache=cache, hidden_states=states)
 
 
 def _sessions(cache: Cache) -> list[Session]:
@@ -125,9 +125,9 @@ def _watched(model, sessions, inputs) -> tuple[list[Tensor], list[list[Tensor]]]
     return logits, states
 
 
-def _padded(parts: list[Tensor], rows: list[int], real: Tensor, width: int = 0) -> Tensor:
+def _padded(parts: list[Tensor], rows: list[int], real: Tensor, width: int) -> Tensor:
     """parts [n, width] of these rows where they belong in [B, T, width], and zeros elsewhere."""
-    out = torch.zeros(*real.shape, parts[0].shape[-1] if parts else width)
+    out = torch.zeros(*real.shape, width)
     for row, part in zip(rows, parts, strict=True):
         out[row, real[row]] = part
     return out

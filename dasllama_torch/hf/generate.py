@@ -82,6 +82,9 @@ class Options:
 
     def sampling(self) -> SamplingParams:
         """transformers' order of work is ours, and its penalty counts all tokens."""
+        n = self.num_return_sequences
+        if n < 1 or (n > 1 and not self.do_sample):
+            raise ValueError(f"generate: num_return_sequences is {n}, wanted 1, or more where do_sample is True")
         penalty = dict(repetition_penalty=float(self.repetition_penalty), penalty_last_n=-1)
         if not self.do_sample:
             return SamplingParams(**penalty)
@@ -110,11 +113,11 @@ def generate(
     """See `CausalLM.generate`. open_session: of n_ctx and kv_dtype."""
     given = inputs if input_ids is None else input_ids
     ids = _ids(inputs, input_ids)
-    options = Options.of(model.generation_defaults, _as_dict(generation_config), settings)
+    options = Options.of(_as_dict(model.generation_config), _as_dict(generation_config), settings)
     ends = _ends(model, options)
     pad = _pad(model, options, ends)
     real = _real(ids, attention_mask, pad, ends)
-    new = options.n_new(ids.shape[1], model.config.n_ctx)
+    new, params = options.n_new(ids.shape[1], model.config.n_ctx), options.sampling()
     rows = [i for i in range(len(ids)) for _ in range(options.num_return_sequences)]
     sequences = ids[rows]
     if streamer is not None:
@@ -123,7 +126,7 @@ def generate(
     try:
         n_ctx = int(real.sum(1).max()) + new
         sessions = _prompted(open_session, n_ctx, kv_dtype, ids, real, options.num_return_sequences)
-        loop = _Loop(sessions, options.sampling(), list(logits_processor), list(stopping_criteria), ends, pad)
+        loop = _Loop(sessions, params, list(logits_processor), list(stopping_criteria), ends, pad)
         for left in reversed(range(new)):
             tokens = loop.step(sequences)
             sequences = torch.cat([sequences, tokens[:, None]], 1)

@@ -81,7 +81,7 @@ def logit_attribution(
         behind, direction = direction, direction * getattr(layer, "layer_scalar", 1.0)
         found.append((f"L{i} mlp", post @ behind - mid @ direction))
         if heads:
-            n_heads = layer_heads(model, i)
+            n_heads = _heads(model, i)
             found += reversed(list(_by_head(f"L{i}", layer, n_heads, outputs[i], at, direction)))
         else:
             found.append((f"L{i} attn", (mid - pre) @ direction))
@@ -91,14 +91,14 @@ def logit_attribution(
     return LogitAttribution(parts, torch.stack(values), logit.item())
 
 
-def layer_heads(model: CausalLM, layer: int) -> int:
+def _output_of(layer: nn.Module) -> str:
+    return "self_attn.o_proj" if mixer_of(layer) == "self_attn" else "linear_attn.out_proj"
+
+
+def _heads(model: CausalLM, layer: int) -> int:
     """Heads whose outputs a layer's projection takes side by side."""
     spec = model.config.layers[layer]
     return spec.delta.n_v_heads if spec.delta else spec.n_heads
-
-
-def _output_of(layer: nn.Module) -> str:
-    return "self_attn.o_proj" if mixer_of(layer) == "self_attn" else "linear_attn.out_proj"
 
 
 def _head_row(model: CausalLM, token: int) -> Tensor:

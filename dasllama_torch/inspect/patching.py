@@ -35,9 +35,10 @@ def patch(
       a function, from those rows [n, ...] to as many;
       a tensor of one row's shape, say [C], for each of them;
       a tensor with one more dim, [T, C], or two, [B, T, C], as an `ActivationCache` holds it: row t is for position t
-      of its sequence, and rows beyond T stay as they are, unless `positions` names one of them.
+      of its sequence, and rows beyond T stay as they are, unless `positions` names one of them. More sequences than
+      one are those of a batch [B, T]; sessions take one each, see below.
     positions: a sequence's own, from 0: one, several, a slice (`slice(5, None)`: 5 and what follows), or None for all.
-    In a batch with padding they count it, as transformers' do. sessions: rows of these only; None: all.
+    Without a cache they count padding, as transformers' do. sessions: rows of these only; None: all.
 
     Contexts nest: what the inner one is given has been replaced by the outer one. What a session evaluates meanwhile
     stays in its cache. Modules run one by one under a patch; results with functions that change nothing are the same to
@@ -97,7 +98,14 @@ def _replace(name: str, new: Patch, rows: Rows, value: Tensor, forward: Forward)
     at = chosen.nonzero().flatten()
     if not len(at):
         return None
-    given = new(flat[at]) if callable(new) else _rows_of(name, new.to(flat), position[at], sequence[at], flat.dim())
+    if callable(new):
+        given = new(flat[at])
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{name}: wanted rows from the function, found {type(given).__name__}")
+    else:
+        if new.dim() > flat.dim() and len(new) > 1 and step.sessions:
+            raise ValueError(f"{name}: sessions have no order, wanted a patch [T, ...] for each, with sessions=")
+        given = _rows_of(name, new.to(flat), position[at], sequence[at], flat.dim())
     if given.shape != flat[at].shape:
         try:
             given = given.expand(flat[at].shape)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dasllama_torch.cache.pool import RecurrentState
 from dasllama_torch.engine.session import Session
-from dasllama_torch.errors import UnsupportedModel
+from dasllama_torch.errors import ContextFull, UnsupportedModel
 from dasllama_torch.inspect.prompts import Prompt, Target, ids_of, model_of, session_of, settle
 
 
@@ -31,7 +31,7 @@ def recurrent_states(
     target: a session, at whose end that happens, or a model, for which a session of its own does it. prompt: none, for
     what a session holds now. after: positions of the prompt's tokens in the session, from 0 if it was empty, each of
     which ends a forward; None: the last. Raises UnsupportedModel for a model without recurrent layers, ValueError for a
-    position that is not the prompt's.
+    position that is not the prompt's, ContextFull for a prompt that does not fit, also where a session would shift.
     """
     model = model_of(target)
     if not any(layer.delta for layer in model.config.layers):
@@ -39,6 +39,8 @@ def recurrent_states(
     settle(target)
     ids = [] if isinstance(target, Session) and not len(prompt) else ids_of(target, prompt)[0].tolist()
     with session_of(target, max(1, len(ids))) as session:
+        if session.room_for(len(ids)):
+            raise ContextFull(f"{len(ids)} tokens would make the session shift, and positions change")
         start, stop = session.n_past, session.n_past + len(ids)
         marks = [stop - 1] if after is None else sorted(set(after))
         if not marks or marks[0] < (start if ids else stop - 1) or marks[-1] >= stop or stop == 0:

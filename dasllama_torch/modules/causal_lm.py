@@ -1,6 +1,7 @@
 """CausalLM: a decoder stack and its head, called by the engine with a Step and by people as a Hugging Face model."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,13 +18,26 @@ from dasllama_torch.ops.softcap import softcap
 from dasllama_torch.step import Step
 
 
+class GenerationSettings(SimpleNamespace):
+    """Settings of `generate` by transformers' names, as attributes; None for one that is not set."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Those that are set, as transformers' `GenerationConfig` gives them."""
+        return dict(vars(self))
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):  # what copies and pickles look for
+            raise AttributeError(name)
+
+
 class CausalLM(Module):
     """`model` (the decoder stack: hidden states from ids or embeddings and a Step) and `lm_head`.
 
     config: the family's frozen config. metadata: all keys of the file. tokenizer: built from them. logit_softcap: bound
     of the logits, see ops/softcap.py; 0: none.
-    name_or_path: where it was loaded from. generation_defaults: settings of `generate` that came with it. verbs: what
-    takes sessions, `hf.verbs.Verbs`; None in a model that `build_model` has not built.
+    name_or_path: where it was loaded from. generation_config: settings of `generate`, a folder's own to begin with;
+    transformers' `GenerationConfig` will do, too. verbs: what takes sessions, `hf.verbs.Verbs`; None in a model that
+    `build_model` has not built.
     """
 
     main_input_name = "input_ids"
@@ -39,7 +53,7 @@ class CausalLM(Module):
         self.metadata: Metadata | None = None
         self.tokenizer = None
         self.name_or_path = ""
-        self.generation_defaults: dict[str, Any] = {}
+        self.generation_config = GenerationSettings()
         self.verbs = None
 
     def forward(
@@ -126,8 +140,8 @@ class CausalLM(Module):
         how: input_ids in the place of inputs, attention_mask [B, T], generation_config (transformers' or a dict),
         streamer, logits_processor and stopping_criteria (lists), max_new_tokens (20) or max_length, do_sample,
         temperature, top_k (50), top_p, min_p, repetition_penalty, num_return_sequences, eos_token_id, pad_token_id; and
-        kv_dtype as in `create_session`, f32 in `fp32` mode. What is not given is as generation_defaults say. Any other
-        is refused by name.
+        kv_dtype as in `create_session`, f32 in `fp32` mode. What is not given is as the model's
+        generation_config says. Any other is refused by name.
 
         Ends are those of the vocabulary (`tokenizer.eog_ids`) unless eos_token_id says otherwise; a row that has ended
         is filled up with padding. Padding is neither evaluated nor penalized: a row gets what it would have got alone.

@@ -145,6 +145,12 @@ class Tokenizer:
             for i in np.flatnonzero(np.isin(vocab.types, list(SPECIAL_TYPES))).tolist()
         }
 
+    def special_ids(self) -> dict[str, int]:
+        """Name -> id of the same tokens; of several of one name the first."""
+        vocab = self._vocab
+        ids = np.flatnonzero(np.isin(vocab.types, list(SPECIAL_TYPES))).tolist()
+        return {vocab.tokens[i]: i for i in reversed(ids)}
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`. decode(encode(text)) == text, but that U+2581 comes back as a space in vocabularies that
         write spaces so, and without the white space that some special tokens swallow.

@@ -5,8 +5,9 @@
     messages = render_assistant_calls(messages, reply.content, reply.calls)
     messages = add_tool_results(messages, ["22 °C"])
 
-`CallStream(form.read, tools)` takes a reply as it arrives. Replies are text with the names of special tokens in it
-(`decode(skip_special=False)`), without the end of the turn and without reasoning (chat/thinking.py).
+`CallStream(form.read, tools)` takes a reply as it arrives; `choice_grammar(form, tools, "required")` leaves a model
+nothing to write but calls. Replies are text with the names of special tokens in it (`decode(skip_special=False)`),
+without the end of the turn and without reasoning (chat/thinking.py).
 
 A parser never raises: a call that has no name is content, and one whose arguments cannot be read has `arguments=None`
 and its text in `raw`. Sources: the publishers' chat templates; llama.cpp common/chat.cpp.
@@ -21,6 +22,7 @@ from . import gemma4, glm, harmony, hermes, llama_json, mistral, qwen3_coder
 from .calls import CallDelta, ToolCall, ToolReply
 from .conversation import add_tool_results, inline_tools, render_assistant_calls
 from .formats import ToolFormat
+from .grammar import choice_grammar
 from .stream import CallStream
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "ToolFormat",
     "ToolReply",
     "add_tool_results",
+    "choice_grammar",
     "detect_format",
     "inline_tools",
     "parse_calls",

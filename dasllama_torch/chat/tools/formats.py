@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .callee import Callee
+from .grammar import Rules
 from .stream import Reader, Steps
 
 Tool = Mapping[str, Any]  # as declared, in OpenAI's form
@@ -29,10 +31,12 @@ class Inline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """name: as in `FORMATS`. read: takes a reply apart. inline: None where the format has turns and markers of its own,
-    which only a template can write.
+    """name: as in `FORMATS`. read: takes a reply apart. grammar: the expression of a reply that calls one of
+    the tools, several times if that is True. inline: None where the format has turns and markers of its own, which only
+    a template can write.
     """
 
     name: str
     read: Callable[[Reader], Steps[None]]
+    grammar: Callable[[Rules, Sequence[Callee], bool], str]
     inline: Inline | None = None

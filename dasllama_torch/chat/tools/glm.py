@@ -4,15 +4,19 @@ between in some of them.
 
 from collections.abc import Mapping, Sequence
 
+from .callee import Callee
 from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
+from .grammar import LINES, Rules
 from .hermes import xml_definitions, xml_results
+from .lark import LINE, literal, one_of, optional, repeated, sequence
 from .stream import Reader, Steps
 from .typed import argument_types, read_value
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_BREAK = f"{LINE}?"
 
 
 def _read(reader: Reader) -> Steps[None]:
@@ -44,6 +48,24 @@ def _read_argument(reader: Reader, name: str) -> Steps[str]:
     return marker
 
 
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    """With the line breaks of GLM-4.6 or, as GLM-4.7 has it, without."""
+    choices = one_of([_function_rule(rules, tool) for tool in tools])
+    call = rules.add(sequence(rules.marker(_OPEN), choices, rules.marker(_CLOSE)))
+    return sequence(LINES, repeated(call, _BREAK, several))
+
+
+def _function_rule(rules: Rules, tool: Callee) -> str:
+    parts = [literal(tool.name), _BREAK]
+    for key, schema, required in tool.arguments(_KEY_END, _VALUE, _CLOSE):
+        with tool.naming(key):
+            value = rules.argument(schema, tool.parameters, _VALUE_END)
+        head = sequence(rules.marker(_KEY), literal(key), rules.marker(_KEY_END), _BREAK, rules.marker(_VALUE))
+        argument = head, value, _BREAK
+        parts.append(sequence(*argument) if required else optional(*argument))
+    return sequence(*parts)
+
+
 def _definitions(tools: Sequence[Tool]) -> str:
     """As the template of GLM-4.6 has it."""
     return (
@@ -73,5 +95,6 @@ def _call(call: Function) -> str:
 FORMAT = ToolFormat(
     name="glm",
     read=_read,
+    grammar=_grammar,
     inline=Inline(definitions=_definitions, calls=_calls, results=xml_results, result_role="observation"),
 )

@@ -3,12 +3,16 @@
 """
 
 import re
+from collections.abc import Sequence
 
+from .callee import Callee
 from .formats import ToolFormat
+from .grammar import Rules
 from .json_calls import read_arguments
+from .lark import literal, one_of, optional, sequence
 from .stream import Reader, Steps
 
-_START, _CHANNEL, _BODY = "<|start|>", "<|channel|>", "<|message|>"
+_START, _CHANNEL, _CONSTRAIN, _BODY = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|call|>", "<|end|>", "<|return|>")
 _TO = "to="
 _RECIPIENT = re.compile(rf"(?:^|[\s>]){_TO}([^\s<]+)")
@@ -41,4 +45,15 @@ def _read_body(reader: Reader) -> Steps[bool]:
     return complete
 
 
-FORMAT = ToolFormat(name="harmony", read=_read)
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    """One call always: its end is that of the turn. A header of its own comes first where reasoning stands before."""
+    start = optional(rules.marker(_START), literal("assistant"))
+    body = sequence(rules.marker(_CONSTRAIN), literal("json"), rules.marker(_BODY))
+    choices = [
+        sequence(literal(f"commentary {_TO}functions.{tool.name} "), body, rules.json(tool.parameters))
+        for tool in tools
+    ]
+    return sequence(start, rules.marker(_CHANNEL), one_of(choices))
+
+
+FORMAT = ToolFormat(name="harmony", read=_read, grammar=_grammar)

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from .callee import Callee
 from .calls import arguments_text, dumps
 from .formats import Function, Inline, Tool, ToolFormat
+from .grammar import LINES, Rules
 from .json_calls import read_call
+from .lark import BRACE, LINE, one_of, repeated, sequence
 from .stream import Reader, Steps
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -18,6 +21,12 @@ def _read(reader: Reader) -> Steps[None]:
             reader.back_to(_CLOSE, _OPEN)
         yield from reader.skip_past(_CLOSE, before=(_OPEN,))
         reader.close(complete)
+
+
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    choices = one_of([rules.call(tool, "arguments") for tool in tools])
+    call = rules.add(sequence(rules.marker(_OPEN), LINE, choices, BRACE, LINE, rules.marker(_CLOSE)))
+    return sequence(LINES, repeated(call, LINE, several))
 
 
 def _definitions(tools: Sequence[Tool]) -> str:
@@ -46,5 +55,8 @@ def xml_results(results: Sequence[str]) -> str:
 
 
 FORMAT = ToolFormat(
-    name="hermes", read=_read, inline=Inline(definitions=_definitions, calls=_calls, results=xml_results)
+    name="hermes",
+    read=_read,
+    grammar=_grammar,
+    inline=Inline(definitions=_definitions, calls=_calls, results=xml_results),
 )

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from .callee import Callee
 from .calls import arguments_text, dumps
 from .formats import Function, Inline, Tool, ToolFormat
+from .grammar import Rules
 from .json_calls import read_call
+from .lark import BRACE, one_of, sequence
 from .stream import Reader, Steps
 
 _TAG = "<|python_tag|>"  # comes before calls of built-in tools, and before others where the model takes them for such
@@ -20,6 +23,12 @@ def _read(reader: Reader) -> Steps[None]:
         reader.close(complete)
         marker = yield from reader.follows(";", "{")
     yield from reader.pass_until()
+
+
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    """One call always: the templates refuse a turn with several."""
+    choices = [rules.call(tool, "parameters") for tool in tools]
+    return sequence(one_of(choices), BRACE)
 
 
 def _definitions(tools: Sequence[Tool]) -> str:
@@ -43,6 +52,7 @@ def _results(results: Sequence[str]) -> str:
 FORMAT = ToolFormat(
     name="llama-json",
     read=_read,
+    grammar=_grammar,
     inline=Inline(
         definitions=_definitions,
         calls=_calls,

@@ -2,11 +2,17 @@
 `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` of Small 3.2, and `[TOOL_CALLS]name[ARGS]{...}` of the later ones.
 """
 
+from collections.abc import Sequence
+
+from .callee import Callee
 from .formats import ToolFormat
+from .grammar import Rules
 from .json_calls import read_arguments, read_call
+from .lark import BRACE, literal, one_of, optional, repeated, sequence
 from .stream import Reader, Steps
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NINE = "/[a-zA-Z0-9]{9}/"  # how the ids of these models look
 
 
 def _read(reader: Reader) -> Steps[None]:
@@ -49,4 +55,16 @@ def _read_named(reader: Reader) -> Steps[None]:
     reader.close(complete)
 
 
-FORMAT = ToolFormat(name="mistral", read=_read)
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    """With the name before the arguments where the vocabulary has the marker between them, else the list."""
+    if _ARGUMENTS in rules.tokens:
+        between = [optional(rules.marker(_ID), _NINE)] if _ID in rules.tokens else []
+        between.append(rules.marker(_ARGUMENTS))
+        choices = [sequence(literal(tool.name), *between, rules.json(tool.parameters)) for tool in tools]
+        return repeated(rules.add(sequence(rules.marker(_CALLS), one_of(choices))), "", several)
+    call_id = optional(literal(', "id": "'), _NINE, literal('"'))
+    call = rules.add(sequence(one_of([rules.call(tool, "arguments") for tool in tools]), call_id, BRACE))
+    return sequence(rules.marker(_CALLS), literal("["), repeated(call, literal(", "), several), literal("]"))
+
+
+FORMAT = ToolFormat(name="mistral", read=_read, grammar=_grammar)

@@ -4,9 +4,12 @@ line break on each side of a value. Models leave the outer tags out now and then
 
 from collections.abc import Mapping, Sequence
 
+from .callee import Callee
 from .calls import decoded, dumps
 from .formats import Function, Inline, Tool, ToolFormat
+from .grammar import LINES, Rules
 from .hermes import xml_definitions, xml_results
+from .lark import LINE, literal, one_of, optional, repeated, sequence
 from .stream import Reader, Steps
 from .typed import argument_types, read_value
 
@@ -15,6 +18,7 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 # A value goes on over other tags, unless they begin a line: then its own end is missing.
 _VALUE_ENDS = (f"\n{_PARAMETER_END}", _PARAMETER_END, f"\n{_PARAMETER}", f"\n{_FUNCTION_END}", f"\n{_CLOSE}")
+_NOT_IN_TEXT = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE)  # of a forced call, wherever in it
 
 
 def _read(reader: Reader) -> Steps[None]:
@@ -54,6 +58,22 @@ def _read_function(reader: Reader) -> Steps[bool]:
             return marker != ""
 
 
+def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
+    choices = one_of([_function_rule(rules, tool) for tool in tools])
+    call = rules.add(sequence(rules.marker(_OPEN), choices, rules.marker(_CLOSE)))
+    return sequence(LINES, repeated(call, LINE, several))
+
+
+def _function_rule(rules: Rules, tool: Callee) -> str:
+    parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
+    for key, schema, required in tool.arguments(">"):
+        with tool.naming(key):
+            value = rules.argument(schema, tool.parameters, f"\n{_PARAMETER_END}", *_NOT_IN_TEXT)
+        argument = (literal(f"{_PARAMETER}{key}>\n"), value, LINE)
+        parts.append(sequence(*argument) if required else optional(*argument))
+    return sequence(*parts, literal(f"{_FUNCTION_END}\n"))
+
+
 def _definitions(tools: Sequence[Tool]) -> str:
     """As the template of Qwen3.5 has it."""
     return (
@@ -88,5 +108,6 @@ def _call(call: Function) -> str:
 FORMAT = ToolFormat(
     name="qwen3-coder",
     read=_read,
+    grammar=_grammar,
     inline=Inline(definitions=_definitions, calls=_calls, results=xml_results, before_calls="\n\n"),
 )

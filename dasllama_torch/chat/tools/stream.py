@@ -15,7 +15,7 @@ from .calls import CallDelta, ToolCall, dumps, read_object
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where more text is needed
 
-_NAME = re.compile(r"""[^\s{}<>"']+""")
+NAME = re.compile(r"""[^\s{}<>"']+""")
 _AT_ONCE = 1 << 12  # characters; what is put back is copied together with the rest of them
 
 
@@ -123,7 +123,7 @@ class Reader:
 
     def name(self, name: str) -> None:
         """The first one counts. What cannot be a name is passed over."""
-        if self._name is None and _NAME.fullmatch(name):
+        if self._name is None and NAME.fullmatch(name):
             self._name = name
             self._emit(len(self.calls), "".join(self._fragments), name)
 

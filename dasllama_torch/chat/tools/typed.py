@@ -1,47 +1,25 @@
 """Values that a model writes as bare text, as JSON of the type that the tool's schema asks for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .calls import dumps, function_of, loads
+from .json_schema import FITS, types_of
 from .stream import Reader, Steps
 
+_IN_JSON = re.compile(r'\\.|"', re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}  # templates write Python's words, and so do models
-_UNKNOWN = ""
-_TYPES = {
-    "null": lambda value: value is None,
-    "boolean": lambda value: isinstance(value, bool),
-    "integer": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value),
-    "number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-}
 
 
 def argument_types(tools: Iterable[Mapping[str, Any]], name: str, key: str) -> frozenset[str]:
     """JSON Schema's types that an argument may have; empty if its schema does not say all of them."""
     for tool in map(function_of, tools):
         if tool.get("name") == name:
-            properties = (tool.get("parameters") or {}).get("properties") or {}
-            types = frozenset(_types(properties.get(key)))
-            return frozenset() if _UNKNOWN in types else types
+            parameters = tool.get("parameters") or {}
+            properties = parameters.get("properties") or {}
+            return types_of(properties.get(key, True), parameters)
     return frozenset()
-
-
-def _types(schema: Any) -> Iterable[str]:
-    schema = schema if isinstance(schema, Mapping) else {}
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        yield declared
-    elif isinstance(declared, Sequence):
-        yield from declared
-    elif choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        yield from (next((name for name, fits in _TYPES.items() if fits(value)), "string") for value in choices)
-    elif either := (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        for choice in either:
-            yield from _types(choice)
-    else:
-        yield _UNKNOWN  # such as a reference to another schema
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -52,7 +30,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
         return dumps(text)
     if not types:  # not known: text in quotes may be just that
         return dumps(text if isinstance(value, str) else value)
-    if any(name in types and fits(value) for name, fits in _TYPES.items()):
+    if any(FITS[name](value) for name in types if name != "string"):
         whole = "number" not in types and isinstance(value, float)
         return dumps(int(value) if whole else value)
     return dumps(text)
@@ -61,7 +39,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
 def read_value(reader: Reader, types: frozenset[str], *ends: str) -> Steps[str]:
     """Takes a value and the marker that ends it, which it returns. A string is handed on as it comes."""
     if types != {"string"}:
-        text, marker = yield from reader.until(*ends)
+        may_nest = not types or types & {"array", "object"}
+        text, marker = yield from _until_outside_strings(reader, *ends) if may_nest else reader.until(*ends)
         reader.arguments(to_json(text, types))
         return marker
     reader.arguments('"')
@@ -72,3 +51,31 @@ def read_value(reader: Reader, types: frozenset[str], *ends: str) -> Steps[str]:
             if marker:
                 reader.arguments('"')
             return marker
+
+
+def _until_outside_strings(reader: Reader, *ends: str) -> Steps[tuple[str, str]]:
+    """As `Reader.until`, but markers in the strings of an array or object are text. Of one with a string that is never
+    closed it takes what is before the first marker.
+    """
+    text, marker = yield from reader.until(*ends)
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text, marker
+    first, behind = (text, marker), []
+    parts, is_open = [text], _is_open(text, False)
+    while is_open and marker:
+        part, further = yield from reader.until(*ends)
+        behind += [part, further]
+        parts += [marker, part]
+        is_open = _is_open(marker + part, True)
+        marker = further
+    if is_open:
+        reader.put_back("".join(behind))
+        return first
+    return "".join(parts), marker
+
+
+def _is_open(text: str, is_open: bool) -> bool:
+    """Whether a string of JSON is open behind the text, if it was before."""
+    for found in _IN_JSON.finditer(text):
+        is_open ^= found[0] == '"'
+    return is_open

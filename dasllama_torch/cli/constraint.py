@@ -1,0 +1,35 @@
+"""Options that say what a text must be."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dasllama_torch.constraints import Constraint
+
+JsonSchemaOption = Annotated[Path | None, typer.Option(help="A JSON schema that the text fits, a file.")]
+RegexOption = Annotated[str | None, typer.Option(help="A regular expression that the whole text matches.")]
+GrammarOption = Annotated[
+    Path | None, typer.Option(help="A grammar that the text follows, a file: Lark if it ends in .lark, else GBNF.")
+]
+
+
+def constraint(json_schema: Path | None, regex: str | None, grammar: Path | None) -> "Constraint | None":
+    """Of the one that is given, if one is; typer.BadParameter for several."""
+    if sum(given is not None for given in (json_schema, regex, grammar)) > 1:
+        raise typer.BadParameter("wanted one of --json-schema, --regex and --grammar")
+    from dasllama_torch.constraints import Constraint
+
+    if json_schema is not None:
+        return Constraint.json_schema(_read(json_schema))
+    if grammar is not None:
+        return (Constraint.lark if grammar.suffix == ".lark" else Constraint.gbnf)(_read(grammar))
+    return None if regex is None else Constraint.regex(regex)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as e:
+        raise typer.BadParameter(f"{path} is not UTF-8 text: byte {e.start} is {e.object[e.start]:#04x}") from e
