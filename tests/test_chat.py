@@ -163,6 +163,22 @@ def test_reasoning_that_the_next_prompt_leaves_out(chat, name):
     assert torch.equal(c.session.logits, last(c.session.model, prompt))
 
 
+def test_checkpoints_do_not_pile_up(chat):
+    """One before each reply, in place of the last: states and window pages that no prompt goes back to are given up."""
+    for name in ("qwen35", "gpt-oss"):
+        c = chat(QWEN3, name)
+        pool = c.session.pool
+        held = []
+        for turn in range(4):
+            c.add_user(f"Hello, {turn}")
+            said(c, "<think>a</think>" + "hello, " * 30, "<|im_end|>")
+            assert len(c.session.sequence.checkpoints) == 1
+            windowed = [group.pages.in_use for group in pool.groups if group.window]
+            held.append((pool.states.in_use if pool.states else 0, max(windowed, default=0)))
+        assert held[-1] == held[1]
+        c.close()
+
+
 def test_an_empty_thought_that_is_not_in_the_history(chat):
     """FAULTS B8: with reasoning off the prompt ends with an empty one, which the next prompt has not. That turn's reply
     is evaluated again, no more, and the statistics say where it departs."""

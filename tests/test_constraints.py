@@ -456,6 +456,9 @@ def test_a_generation_ends_where_the_language_does(talker):
     params = dl.SamplingParams(constraint=Constraint.regex("[a-f]{40}"))
     text = generated(session, prompt, params, 3)
     assert (session.stats.stop, len(text) < 40) == ("length", True)
+    params = dl.SamplingParams(constraint=Constraint.regex("[ab]"))
+    assert generated(session, prompt, params, 1) in ("a", "b")
+    assert session.stats.stop == "constraint"  # whole, though max_tokens would have cut it here too
     params = dl.SamplingParams(constraint=Constraint.regex(""))
     assert generated(session, prompt, params, 3) == ""
 

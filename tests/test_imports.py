@@ -20,7 +20,7 @@ ROWS = [
     {"hf"},
     {"inspect"},
     {"api"},
-    {"auto", "bench"},
+    {"auto", "bench", "export"},
     {"cli", "server"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}

@@ -1,7 +1,5 @@
 """The notebooks run, as they stand in the repository: without outputs, which a run makes."""
 
-import os
-
 import pytest
 from conftest import ROOT
 
@@ -18,9 +16,8 @@ def test_a_notebook_runs(path, demo_model, tmp_path):
     for cell in notebook.cells:
         if "parameters" in cell.metadata.get("tags", ()):
             cell.source = f"path = {str(demo_model)!r}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=environment)
+    client.execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
     assert not [output for output in outputs if output.get("name") == "stderr"], "a warning is shown to who runs it"

@@ -15,7 +15,8 @@ import typer
 
 from dasllama_torch.errors import DasllamaError
 
-from . import bench, catalogue, chat, inspect, pull, run, tokenize
+from . import bench, catalogue, chat, compare, inspect, pull, requantize, run, tokenize, tokenize
+from . import eval as evaluate
 from .exits import BAD_INPUT, INTERRUPTED, PIPE_CLOSED
 from .output import one_line
 
@@ -28,6 +29,9 @@ COMMANDS = {
     "list": catalogue,
     "inspect": inspect,
     "tokenize": tokenize,
+    "compare": compare,
+    "eval": evaluate,
+    "requantize": requantize,
 }
 
 # click's UsageError, of the click that typer depends on or, in newer versions, carries in itself.

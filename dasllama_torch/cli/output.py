@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dasllama_torch.engine.session import Stats
+    from dasllama_torch.tables import Table
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
 
@@ -43,3 +44,13 @@ def speeds(stats: "Stats", end: str) -> str:
 
 def megabytes(n: int) -> str:
     return f"{n / 1e6:,.2f} MB"
+
+
+def show_table(table: "Table") -> None:
+    """Print a table, as wide as the terminal, or as plain text where there is none."""
+    if not sys.stdout.isatty():
+        print(table.text())
+        return
+    from rich.console import Console
+
+    Console().print(table.rich())

@@ -9,7 +9,8 @@ refused.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ def write_gguf(path: str | os.PathLike, arch: str, metadata: Mapping[str, Any], 
     holds numbers of the type's size (float32 for F32, uint16 for BF16), or the packed rows, uint8 [..., row_bytes].
     Raises GGUFError for what cannot be written.
     """
+    infos = {name: (_shape(path, name, array, qtype), qtype) for name, (array, qtype) in tensors.items()}
+    write_gguf_stream(path, arch, metadata, infos, (array for array, _ in tensors.values()))
+
+
+def write_gguf_stream(
+    path: str | os.PathLike,
+    arch: str,
+    metadata: Mapping[str, Any],
+    infos: Mapping[str, tuple[tuple[int, ...], int]],
+    data: Iterable[np.ndarray],
+) -> None:
+    """`write_gguf` for tensors that are made one by one, as they are written.
+
+    infos: name -> (shape in elements, qtype), in the order of `data`, whose arrays are as there.
+    """
     writer = GGUFWriter(path, arch)
     try:
         for key, value in metadata.items():
@@ -42,15 +58,16 @@ def write_gguf(path: str | os.PathLike, arch: str, metadata: Mapping[str, Any], 
                 writer.add_custom_alignment(int(value))
             elif key != "general.architecture":
                 writer.add_key_value(key, *_typed(path, key, value))
-        for name, (array, qtype) in tensors.items():
-            shape = _shape(path, name, array, qtype)
+        for name, (shape, qtype) in infos.items():
+            kind = GGML_TYPES[qtype]
+            nbytes = prod(shape) // kind.block * kind.bytes
             # The writer derives the shape itself from uint8 rows, but only for the types it knows: so it is told the
             # shape, and any other dtype.
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), array.nbytes, raw_dtype=qtype)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=qtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for array, _ in tensors.values():
+        for array in data:
             writer.write_tensor_data(array)
     finally:
         writer.close()

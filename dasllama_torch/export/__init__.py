@@ -1,0 +1,1 @@
+"""Out of the package: a model as transformers keeps it, and files of other types."""
