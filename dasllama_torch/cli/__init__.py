@@ -15,7 +15,7 @@ import typer
 
 from dasllama_torch.errors import DasllamaError
 
-from . import bench, catalogue, chat, compare, inspect, pull, requantize, run, tokenize, tokenize
+from . import bench, catalogue, chat, compare, inspect, pull, requantize, run, tokenize
 from . import eval as evaluate
 from .exits import BAD_INPUT, INTERRUPTED, PIPE_CLOSED
 from .output import one_line
