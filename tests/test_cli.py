@@ -312,8 +312,8 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
     seen = SimpleNamespace()
     load, create = dl.load_model, dl.create_session
 
-    def load_model(path, mode, progress):
-        seen.mode = mode
+    def load_model(path, mode, device, progress):
+        seen.mode, seen.device = mode, device
         return load(path, mode=mode)
 
     def create_session(model, kv_dtype, n_ctx, on_full):
@@ -329,7 +329,7 @@ def test_run_options_reach_the_model(capsys, monkeypatch, demo_model):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert vars(seen) == {"mode": "fp32", "kv": "f32", "ctx": 9, "on_full": "error"}
+    assert vars(seen) == {"mode": "fp32", "device": "cpu", "kv": "f32", "ctx": 9, "on_full": "error"}
     assert "ended by context" in capsys.readouterr().err
     assert run("run", demo_model, "The capital", "--ctx", "9", "--shift", "--max-tokens", "20") == 0
     assert "generated: 20 tokens" in capsys.readouterr().err
