@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..constraint import JsonSchemaOption, constraint
 from ..exits import INTERRUPTED
 from ..models import load, start_torch
 from ..options import (
@@ -49,9 +50,7 @@ def command(
     min_p: MinPOption = 0.0,
     repeat_penalty: RepeatPenaltyOption = 1.0,
     seed: SeedOption = None,
-    json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="A JSON schema that each answer fits, a file.")
-    ] = None,
+    json_schema: JsonSchemaOption = None,
     template: Annotated[Path | None, typer.Option(help="A Jinja file in place of the model's chat template.")] = None,
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
@@ -67,7 +66,6 @@ def command(
     if message is not None and not message.strip():
         raise typer.BadParameter("the message on standard input is empty")
     source = None if template is None else _read(template)
-    schema = None if json_schema is None else _read(json_schema)
     start_torch(threads)
     import dasllama_torch as dl
 
@@ -78,7 +76,7 @@ def command(
         min_p=min_p,
         repetition_penalty=repeat_penalty,
         seed=seed,
-        constraint=None if schema is None else dl.Constraint.json_schema(schema),
+        constraint=constraint(json_schema, None, None),
     )
     loaded, path = load(model, mode)
     with dl.create_chat(loaded, system, chat_template=source, kv_dtype=kv.value, n_ctx=ctx) as chat:
