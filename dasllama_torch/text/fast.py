@@ -58,14 +58,16 @@ def _sentencepiece(vocab: Vocabulary, ids: dict[str, int]) -> Tokenizer:
 
 def _merges(vocab: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
     """The pairs that make a piece of the vocabulary, best score first."""
+    texts, numbers = [text for text in ids if text], np.array([i for text, i in ids.items() if text], np.int64)
     text_types = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-    pieces = {text: i for text, i in ids.items() if text and vocab.types[i] in text_types}
-    order = sorted(pieces, key=lambda text: (-vocab.scores[pieces[text]], pieces[text]))
+    order = np.lexsort([numbers, -vocab.scores[numbers]])
+    chosen = order[np.isin(vocab.types[numbers[order]], text_types)].tolist()
+    pieces = dict.fromkeys(texts[at] for at in chosen)
     return [
-        (text[:at], text[at:])
-        for text in order
+        (left, right)
+        for text in pieces
         for at in range(1, len(text))
-        if text[:at] in pieces and text[at:] in pieces
+        if (left := text[:at]) in pieces and (right := text[at:]) in pieces
     ]
 
 
