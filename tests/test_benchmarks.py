@@ -616,3 +616,14 @@ def test_the_cost_of_prefixes_is_measured(random_llama, capsys):
     assert "new session" in printed
     assert "20 tokens evaluated" in printed
     assert "64 tokens evaluated" in printed  # of 320, all but four pages
+
+
+def test_the_overhead_of_a_step_is_measured(random_llama, capsys):
+    import step_overhead
+
+    before = torch.get_num_threads()
+    try:
+        step_overhead.main([str(random_llama[0]), "--steps", "5"])
+    finally:
+        torch.set_num_threads(before)
+    assert "outside of its programs" in capsys.readouterr().out
