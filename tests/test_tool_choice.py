@@ -8,10 +8,12 @@ import pytest
 from tool_cases import CASES, Case
 from vocabularies import bpe
 
+from dasllama_torch.chat.choice import without_calls
 from dasllama_torch.chat.tools import FORMATS, choice_grammar, parse_calls, tool_format
 from dasllama_torch.chat.tools.typed import argument_types
 from dasllama_torch.constraints import Constraint
 from dasllama_torch.errors import ConstraintError
+from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.special import TokenType
 from dasllama_torch.text.tokenizer import Tokenizer
 
@@ -336,11 +338,45 @@ def test_a_choice_that_is_none_is_refused():
         choice_grammar(form, [], "required")
 
 
+@each_format
+@pytest.mark.parametrize("marked", [True, False], ids=["tokens", "text"])
+def test_no_call_can_begin_where_none_is_wanted(form, marked, tokenizer):
+    """But for Llama's that has no tag before it: that is JSON like any other."""
+    tok = tokenizer(form, marked)
+    wanted = SamplingParams(logit_bias=dict.fromkeys(tok.special_ids().values(), 9.0))
+    params = without_calls(wanted, form, tok.special_ids())
+    banned = {token for token, bias in params.logit_bias if bias == -float("inf")}
+    assert banned == {tok.special_ids()[opening] for opening in form.openings if opening in tok.special_ids()}
+    assert {token for token, bias in params.logit_bias if bias == 9.0} == {*tok.special_ids().values()} - banned
+
+    def written(text: str, **how) -> str:
+        """As far as it can be."""
+        matcher, ids = params.constraint and params.constraint.matcher(tok), []
+        for token in tok.encode(text, add_special=False, **how):
+            if token in banned or (matcher and not matcher.allowed()[token]):
+                break
+            ids.append(token)
+            if matcher:
+                matcher.accept(token)
+        return tok.decode(ids, skip_special=False)
+
+    call = walk(constraint(form, tok, "f"), tok, 0)
+    if form.name == "llama-json":
+        call = form.openings[0] + call
+    for before in ("", "Once < upon [a to= {time} "):
+        found = written(before + call, parse_special=True)
+        assert len(before) <= len(found.rstrip("\n")) < len((before + call).rstrip())
+        assert not any(opening in found for opening in form.openings)
+
+
 def test_mistral_has_the_spelling_of_its_vocabulary(tokenizer):
     form = tool_format("mistral")
     assert "[ARGS]{" in walk(constraint(form, tokenizer(form), "f"), tokenizer(form), 0)
     old = Tokenizer.from_metadata(bpe("tekken", {"[TOOL_CALLS]": TokenType.CONTROL, "</s>": TokenType.CONTROL}))
-    assert walk(constraint(form, old, "f"), old, 0).startswith('[TOOL_CALLS][{"name": "f", "arguments": {}')
+    grammar = constraint(form, old, "f")
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    assert all(allows(grammar, old, spelled) for spelled in (text, text.replace("[{", " [{")))
+    assert not allows(grammar, old, text.replace("[{", "{"))
 
 
 def test_reasoning_may_come_before(tokenizer):
