@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
-from dasllama_torch.ops import registry
 from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.paged_attention import paged_attention
 
@@ -217,22 +216,13 @@ def test_a_row_is_the_same_in_any_batch(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_instruction_sets_and_threads_agree(form, threads):
+def test_instruction_sets_and_threads_agree(form, everywhere):
     """Including a context of several splits with few rows, whose splits go to different threads."""
-    results = {}
     for sequences in ([(0, 60), (300, 7)], [(900, 2)]):
         batch = Batch(sequences, inert=1, **form)
-        try:
-            for isa in registry.isas():
-                registry.set_isa(isa)
-                for n in (1, 2, 5):
-                    threads(n)
-                    results[isa, n] = paged_attention(*batch.args())
-        finally:
-            registry.set_isa(None)
-        first = results["scalar", 1]
+        first, *others = everywhere(lambda batch=batch: paged_attention(*batch.args()))
         assert_close(first, batch.wanted())
-        assert all(torch.equal(result, first) for result in results.values())
+        assert all(torch.equal(other, first) for other in others)
 
 
 def test_pages_of_any_size_give_the_same_bits(isa):
