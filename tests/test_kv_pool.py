@@ -51,7 +51,7 @@ class Scribe(nn.Module):
                 for slot, token in zip(step.state_slots.tolist(), ids.tolist(), strict=True):
                     layer.conv[slot] = token
                     layer.delta[slot] = hashed(layer.delta[slot, 0, 0, 0].item(), token)
-        return SimpleNamespace(logits=torch.zeros(1, len(step.logit_rows), 1))
+        return SimpleNamespace(logits=torch.zeros(1, len(step.logit_rows), N_VOCAB))
 
     def get_input_embeddings(self):
         return nn.Identity()
