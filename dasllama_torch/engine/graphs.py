@@ -45,7 +45,7 @@ MAX_HEADS = 4  # of a recorded step; a stream needs two, as its logits last unti
 
 enabled = True  # False: the modules themselves run, always
 _profiles: list[list[tuple[str, float]]] | None = None
-_models: weakref.WeakKeyDictionary["CausalLM", "_RecordedSteps"] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary["CausalLM", "RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
 def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) -> list[Tensor] | None:
@@ -58,7 +58,7 @@ def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) 
     on_cpu = pool.device.type == "cpu"
     if not enabled or len(ids) > (MAX_ROWS if on_cpu else MAX_CAPTURED_ROWS) or is_watched():
         return None
-    return _steps_of(model).run(model, pool, sessions, ids, record)
+    return sessions[0].steps.run(model, pool, sessions, ids, record)
 
 
 def sharing(model: "CausalLM"):
@@ -66,7 +66,7 @@ def sharing(model: "CausalLM"):
     activation serves all weights that take it (`quant_linear.shared_activations`)."""
     if not enabled or is_watched():
         return contextlib.nullcontext()
-    steps = _steps_of(model)
+    steps = steps_of(model)
     if not steps.lock.acquire(blocking=False):
         return contextlib.nullcontext()
     try:
@@ -78,9 +78,10 @@ def sharing(model: "CausalLM"):
         steps.lock.release()
 
 
-def _steps_of(model: "CausalLM") -> "_RecordedSteps":
+def steps_of(model: "CausalLM") -> "RecordedSteps":
+    """What `run` asks a session for: looking it up takes longer, after weights have swept the caches."""
     steps = _models.get(model)
-    return _models.setdefault(model, _RecordedSteps()) if steps is None else steps
+    return _models.setdefault(model, RecordedSteps()) if steps is None else steps
 
 
 @contextlib.contextmanager
@@ -110,7 +111,7 @@ class _Obstacle:
     lasting: bool = True
 
 
-class _RecordedSteps:
+class RecordedSteps:
     """The recorded steps of one model, by pool and number of rows, all of one epoch."""
 
     def __init__(self):
@@ -124,7 +125,12 @@ class _RecordedSteps:
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            return self._run(model, pool, sessions, ids, record)
+            self.refresh()
+            rows = 1 << (len(ids) - 1).bit_length()
+            step = self.steps.get((pool, rows))
+            if step is not None and step.serves(sessions):
+                return step.run(model, sessions, ids)
+            return self._record(model, pool, sessions, ids, rows) if record else None
         finally:
             self.lock.release()
 
@@ -138,13 +144,8 @@ class _RecordedSteps:
         self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
-        self.refresh()
-        rows = 1 << (len(ids) - 1).bit_length()
-        step = self.steps.get((pool, rows))
-        if step is not None and step.serves(sessions):
-            return step.run(model, sessions, ids)
-        if not record or (self.obstacle and self.obstacle.lasting):
+    def _record(self, model, pool, sessions, ids, rows: int) -> list[Tensor] | None:
+        if self.obstacle and self.obstacle.lasting:
             return None
         self.look_at(model)
         if not self.clear:
@@ -199,7 +200,11 @@ class _RecordedStep:
             self.refused = self.body.refused or head.program.refused
             return head.rows[: len(ids)]
         registry.count_call("step", "recorded")
-        free = next((head for head in self.heads if head.is_free), None)
+        free = None
+        for head in self.heads:
+            if head.is_free:
+                free = head
+                break
         if _profiles is not None:
             head = free or self.record_head(model)
             _profiles.append(self.body.profile() + head.program.profile())

@@ -84,7 +84,7 @@ def _run_ready(sessions: list["Session"], inputs: Sequence[Sequence[int] | Embed
             or len(session.pending) + len(given) != 1
             or type(new[0]) is not int
             or not 0 <= new[0] < session.model.config.n_vocab
-            or session.n_past >= session.n_ctx
+            or len(session.tokens) >= session.n_ctx
             or session.prefix_cache
             or session.sequence.torn
             or not session.sequence.has(1)

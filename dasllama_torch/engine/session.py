@@ -12,7 +12,7 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
-from dasllama_torch.engine import generation, runner, session_file
+from dasllama_torch.engine import generation, graphs, runner, session_file
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
 from dasllama_torch.engine.generation import Sample
 from dasllama_torch.engine.stats import Stats
@@ -37,7 +37,7 @@ class Session:
     n_ctx: the most it may hold; on_full: what more does, "error" raises ContextFull, "shift" shifts, past the first
     `keep` tokens. rewind: see `truncate`. stats: of the last prompt. prefix_cache: see `create_session`. sequence: its
     pages and states, which go back to the pool with `close`, at the end of a `with` block, or when the session is
-    collected. Not thread-safe.
+    collected. steps: of its model, for `graphs`. Not thread-safe.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Session:
         self.logits: Tensor | None = None
         self.stats = Stats()
         self.generator = torch.Generator().manual_seed(DEFAULT_SEED)
+        self.steps = graphs.steps_of(model)
         self._closed = False
 
     @property
@@ -418,9 +419,11 @@ def eval_batch(
     The sessions are distinct and share model and pool. Results per session as of `Session.eval`; they are those that
     the session would have had alone.
     """
+    may_attach = False
     for session in sessions:
         session._check_open()
-    if logits == "all" or len(sessions) != len(ids) or not any(s.prefix_cache and not s.tokens for s in sessions):
+        may_attach = may_attach or (session.prefix_cache and not session.tokens)
+    if logits == "all" or len(sessions) != len(ids) or not may_attach:
         return runner.run(sessions, ids, logits)
     reused = [session._attach(given) for session, given in zip(sessions, ids, strict=True)]
     try:
