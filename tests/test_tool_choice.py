@@ -1,14 +1,15 @@
 """Forced tool calls: whatever a grammar lets a model write is read back as calls with valid arguments, and what
 templates write of valid calls is allowed."""
 
+import itertools
 import random
 
 import jsonschema
 import pytest
 from tool_cases import CASES, Case
-from vocabularies import bpe
+from vocabularies import bpe, spm
 
-from dasllama_torch.chat.choice import without_calls
+from dasllama_torch.chat.choice import constraint_of_choice, without_calls
 from dasllama_torch.chat.tools import FORMATS, choice_grammar, parse_calls, tool_format
 from dasllama_torch.chat.tools.typed import argument_types
 from dasllama_torch.constraints import Constraint
@@ -361,12 +362,33 @@ def test_no_call_can_begin_where_none_is_wanted(form, marked, tokenizer):
         return tok.decode(ids, skip_special=False)
 
     call = walk(constraint(form, tok, "f"), tok, 0)
+    calls, befores = [call], ["", "Once < upon [a to= {time} "]
     if form.name == "llama-json":
-        call = form.openings[0] + call
-    for before in ("", "Once < upon [a to= {time} "):
+        calls, befores = [form.openings[0] + call], [""]  # a whole reply is one
+    if form.name == "qwen3-coder":
+        calls.append(call.replace("<tool_call>\n", ""))  # as models write it now and then
+    for before, call in itertools.product(befores, calls):
+        assert parse_calls(before + call, form, TOOLS).calls
         found = written(before + call, parse_special=True)
-        assert len(before) <= len(found.rstrip("\n")) < len((before + call).rstrip())
-        assert not any(opening in found for opening in form.openings)
+        assert len(before) <= len(found.rstrip("\n"))
+        assert not parse_calls(found, form, TOOLS).calls
+
+
+def test_a_call_begins_with_the_space_of_its_vocabulary_or_with_none():
+    """SentencePiece puts one before text, and none before a token like Mistral's."""
+    form, tools = tool_format("mistral"), [tool("f", {})]
+    for markers in ({}, {"[TOOL_CALLS]": TokenType.CONTROL}):
+        pieces = {"▁": -1.0, "[TOOL_CALLS]": -2.0, "▁[TOOL_CALLS]": -3.0, "▁[": -4.0}
+        words = spm({text: score for text, score in pieces.items() if text not in markers}, markers)
+        tok, token = Tokenizer.from_metadata(words), words["tokenizer.ggml.tokens"].index
+        calls = constraint_of_choice("f", form, tools, tok.special_ids())
+        allowed = calls.matcher(tok, leading_space=True).allowed()
+        assert allowed[[token("▁"), token("[TOOL_CALLS]")]].all()
+        assert allowed[[token("▁["), token("▁[TOOL_CALLS]")]].tolist() == [not markers] * 2
+        matcher = calls.matcher(tok)
+        assert not matcher.allowed()[token("▁")]
+        matcher.accept(token("[TOOL_CALLS]"))
+        assert matcher.allowed()[token("▁[")]
 
 
 def test_mistral_has_the_spelling_of_its_vocabulary(tokenizer):
