@@ -33,7 +33,7 @@ ModeOption = Annotated[
 KVOption = Annotated[KVType, typer.Option(help="How keys and values are kept; q8_0 takes half of f16, tq4 a quarter.")]
 CtxOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; else the model's, 4096 at most.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one for each physical core.")]
-DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, or cuda:1 for the second GPU.")]
+DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 for the second GPU, or auto.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 TempOption = Annotated[float, typer.Option(help="Temperature; 0 takes the most likely token each time.")]
