@@ -15,7 +15,7 @@ from dasllama_torch.ops.quant_linear import _fake_backward as check_backward
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
 from dasllama_torch.ops.registry import count_call, implement
-from dasllama_torch.triton_kernels import blocks
+from dasllama_torch.triton_kernels import few_rows_mma
 from dasllama_torch.triton_kernels.dequantize import floats, unpack
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
 from dasllama_torch.triton_kernels.launch import rows_of
@@ -23,7 +23,7 @@ from dasllama_torch.triton_kernels.launch import rows_of
 
 def few(qtype: int) -> int:
     """Up to how many rows `few_rows.py` is the faster way."""
-    return 16 if blocks.layout(qtype).words == 4 else 8
+    return 16 if few_rows_mma.serves(qtype) else 8
 
 
 @implement(op, "CUDA")
