@@ -76,9 +76,13 @@ def fp32(path_and_golden):
     return dl.load_model(path_and_golden[0], mode="fp32"), path_and_golden[1]
 
 
-def all_logprobs(model, ids, kv_dtype):
-    with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        return session.eval(ids, logits="all").double().log_softmax(-1)
+def logprobs_behind(model, ids, forced=()):
+    """f64 [1 + len(forced), V]: behind ids, and behind each of the tokens that are forced to follow."""
+    with dl.create_session(model, kv_dtype="f32", n_ctx=1024) as session:
+        rows = session.eval(ids)[None]
+        if forced:
+            rows = torch.cat([rows, session.eval(forced, logits="all")])
+    return rows.double().log_softmax(-1)
 
 
 def nll(model, ids, kv_dtype):
@@ -146,8 +150,7 @@ def test_teacher_forced(native):
         margins = golden.data[f"{name}_margin_kv32"]
         top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_kv32"]).long()
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_kv32"])
-        n = len(prompt["ids"])
-        logprobs = all_logprobs(model, prompt["ids"] + forced[:-1], "f32")[n - 1 :]
+        logprobs = logprobs_behind(model, prompt["ids"], forced[:-1])
         for step, token in enumerate(forced):
             if margins[step] > REAL_TOP1_MARGIN:
                 assert logprobs[step].argmax() == token, f"{name}, step {step}, margin {margins[step]:.2f}"
@@ -160,8 +163,7 @@ def test_dequantized_greedy(fp32):
     for name, prompt in golden.prompts.items():
         margins = golden.data[f"{name}_margin_hf"]
         greedy = prompt["hf_dequant_fp32"]["greedy"]
-        n = len(prompt["ids"])
-        best = all_logprobs(model, prompt["ids"] + greedy[:-1], "f32")[n - 1 :].argmax(-1)
+        best = logprobs_behind(model, prompt["ids"], greedy[:-1]).argmax(-1)
         for step, wanted in enumerate(greedy):
             if margins[step] <= REAL_GREEDY_MARGIN:
                 break
@@ -172,7 +174,7 @@ def test_dequantized_logprobs(fp32):
     """The stored top-10 of transformers' own first step: far tighter than greedy ids."""
     model, golden = fp32
     for name, prompt in golden.prompts.items():
-        logprobs = all_logprobs(model, prompt["ids"], "f32")[-1]
+        (logprobs,) = logprobs_behind(model, prompt["ids"])
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
         found = logprobs[torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()]
         assert (found - wanted).abs().max() <= REAL_LOGPROBS_FP32
