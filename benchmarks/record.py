@@ -20,7 +20,6 @@ class Run:
         self.out, self.setup, self.models = out, setup, models
         self.commands: list[dict] = []  # command, date
         self.engines: dict[str, dict] = {}  # what each says about itself
-        self.ceilings: dict[str, dict] = {}  # by threads, as ceilings.py gives them
         self.served: dict[str, dict] = {}
         self.quiet = Quiet()
         self.rows: list[Row] = []
@@ -36,12 +35,12 @@ class Run:
             if self.models[name] != saved["models"][name]:
                 raise BenchmarkError(f"{self.out}: {name} was another file")
         self.models = saved["models"] | self.models
-        for key in ("commands", "engines", "ceilings", "served"):
+        for key in ("commands", "engines", "served"):
             setattr(self, key, saved[key])
         self.quiet = Quiet(**saved["quiet"])
         for row in saved["rows"]:
-            bound = row.pop("bound")
-            self.rows.append(Row(**row, bound=bound and Bound(**bound)))
+            bound, ceilings = row.pop("bound"), [Ceiling(**each) for each in row.pop("ceilings")]
+            self.rows.append(Row(**row, bound=bound and Bound(**bound), ceilings=ceilings))
         self.footprints = [Footprint(**footprint) for footprint in saved["footprints"]]
 
     def has_row(self, model: str, task: Task, threads: int, rounds: int) -> bool:
@@ -63,12 +62,6 @@ class Run:
             if self.engines.setdefault(worker.engine, about) != about:
                 raise BenchmarkError(f"{worker.engine} was {self.engines[worker.engine]}, and is {about} now")
 
-    def ceiling(self, threads: int) -> Ceiling | None:
-        """Of the instruction set that our kernels use; None where it was not measured."""
-        isa, rates = self.engines[OURS]["kernels"], self.ceilings.get(str(threads), {})
-        ops, read = rates.get(f"int8 dot {isa} [Gop/s]"), rates.get(f"read {isa} [GB/s]")
-        return Ceiling(1e9 * ops["median"], 1e9 * read["median"]) if ops and read else None
-
     def write(self) -> None:
         if self.out is None:
             return
@@ -77,7 +70,6 @@ class Run:
             "setup": self.setup,
             "models": self.models,
             "engines": self.engines,
-            "ceilings": self.ceilings,
             "served": self.served,
             "quiet": dataclasses.asdict(self.quiet),
             "rows": [dataclasses.asdict(row) for row in self.rows],
@@ -109,16 +101,19 @@ class Run:
         """The table of rows, what it was measured with, and the summary."""
         threads = sorted({row.threads for row in self.rows})
         rounds = {n: {len(row.ours) for row in self.rows if row.threads == n} for n in threads}
-        ceilings = {n: ceiling for n in threads if (ceiling := self.ceiling(n))}
         counted = ", ".join(f"{'/'.join(map(str, sorted(rounds[n])))} ({threads_text(n)})" for n in threads)
         parts = [
             f"Rounds: {counted}. Median (quartiles); ratio of medians, above 1.00 where dasllama-torch is faster.",
-            speed_table(self.rows, ceilings),
+            speed_table(self.rows),
         ]
-        parts += [
-            f"Ceilings with {threads_text(n)}: {ceiling.ops / 1e9:.0f} int8 Gop/s, {ceiling.bytes / 1e9:.1f} GB/s read."
-            for n, ceiling in ceilings.items()
-        ]
+        for n in threads:
+            ceilings = [ceiling for row in self.rows if row.threads == n for ceiling in row.ceilings]
+            ops = Spread.of([ceiling.ops / 1e9 for ceiling in ceilings])
+            read = Spread.of([ceiling.bytes / 1e9 for ceiling in ceilings])
+            parts.append(
+                f"Ceilings with {threads_text(n)}, measured in every round: {ops.text(0)} int8 Gop/s, {read.text(1)} "
+                "GB/s read. A row's share is of the median of its own rounds."
+            )
         if self.quiet.foreign:
             share = Spread.of(self.quiet.foreign)
             parts.append(
@@ -128,7 +123,7 @@ class Run:
                 f"{max(self.quiet.stalled):.1%} of the time. {self.quiet.repeated} measurements above the limits "
                 f"(--max-foreign and {turns.STALL_LIMIT:.0%}) were repeated."
             )
-        return [*parts, summary_table(self.rows, TARGETS, ceilings)]
+        return [*parts, summary_table(self.rows, TARGETS)]
 
 
 def threads_text(n: int) -> str:

@@ -69,7 +69,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the machine can do at most with so many threads: int8 operations and bytes read, per second."""
+    """What the machine can do at most with a row's threads and our instruction set: int8 operations and bytes read, per
+    second."""
 
     ops: float
     bytes: float
@@ -80,8 +81,8 @@ class Row:
     """One line of the table: what was measured, and both engines' samples.
 
     unit: "tok/s", where more is better, or "ms", where less is. tokens: how many a measurement counts. bound: its work;
-    None where that is unknown. peer: samples by the peer's setting. agree: how many leading tokens of the greedy
-    continuations were equal, and of how many; None where none was decoded.
+    None where that is unknown. peer: samples by the peer's setting. ceilings: what the machine could do, one a round.
+    agree: how many leading tokens of the greedy continuations were equal, and of how many; None where none was decoded.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Row:
     bound: Bound | None = None
     ours: list[float] = field(default_factory=list)
     peer: dict[str, list[float]] = field(default_factory=dict)
+    ceilings: list[Ceiling] = field(default_factory=list)
     agree: tuple[int, int] | None = None
 
     @property
@@ -112,14 +114,14 @@ class Row:
         median = Spread.of(self.ours).median
         return self.tokens / median if self.unit == "tok/s" else median / 1000
 
-    def shares(self, ceiling: Ceiling | None) -> dict[str, float]:
-        """Our share of the int8 ceiling and of the read bandwidth; empty where work or ceiling is unknown."""
-        if self.bound is None or ceiling is None:
+    @property
+    def shares(self) -> dict[str, float]:
+        """Our share of the int8 ceiling and of the read bandwidth, both as the median round had them; empty where work
+        or ceilings are unknown."""
+        if self.bound is None or not self.ceilings:
             return {}
-        return {
-            "int8": self.bound.ops / self.seconds / ceiling.ops,
-            "read": self.bound.bytes / self.seconds / ceiling.bytes,
-        }
+        ops, read = (statistics.median(getattr(c, name) for c in self.ceilings) for name in ("ops", "bytes"))
+        return {"int8": self.bound.ops / self.seconds / ops, "read": self.bound.bytes / self.seconds / read}
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -137,12 +139,12 @@ def table(heads: Iterable, lines: Iterable[Iterable]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
-def speed_table(rows: list[Row], ceilings: dict[int, Ceiling]) -> str:
-    """ceilings: by the number of threads. A row names the ceiling that it is nearer to."""
+def speed_table(rows: list[Row]) -> str:
+    """A row names the ceiling that it is nearer to."""
     heads = ["model", "row", "threads", "unit", "dasllama-torch", "llama.cpp", "its setting", "ratio", "of ceiling"]
     lines = []
     for row in rows:
-        shares = row.shares(ceilings.get(row.threads))
+        shares = row.shares
         nearest = max(shares, key=shares.get, default="")
         lines.append(
             [
@@ -165,14 +167,14 @@ class Target:
     int8: float | None = None
 
 
-def summary_table(rows: list[Row], targets: dict[str, Target], ceilings: dict[int, Ceiling]) -> str:
+def summary_table(rows: list[Row], targets: dict[str, Target]) -> str:
     """A line for each kind of row (by its name) and number of threads, over all models."""
     heads = ["row", "threads", "models", "geometric mean", "target", "smallest ratio", "target", "of int8 ceiling"]
     lines = []
     for name, threads in dict.fromkeys((row.name, row.threads) for row in rows):
         group, target = [row for row in rows if (row.name, row.threads) == (name, threads)], targets[name]
         mean, least = statistics.geometric_mean(row.ratio for row in group), min(group, key=lambda row: row.ratio)
-        shares = [row.shares(ceilings.get(threads)).get("int8") for row in group]
+        shares = [row.shares.get("int8") for row in group]
         int8 = None if target.int8 is None or None in shares else statistics.geometric_mean(shares)
         met = (
             mean >= target.mean and least.ratio >= target.least and (target.int8 is None or (int8 or 0) >= target.int8)

@@ -10,18 +10,16 @@ import argparse
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import turns
 from record import OURS, PEER, Run
-from report import Footprint, Row, Work, clearly_worse, common_prefix
+from report import Ceiling, Footprint, Row, Work, clearly_worse, common_prefix
 from tasks import TASKS, Task
 from turns import BenchmarkError, Quiet, Worker, measure, rest
 
@@ -59,15 +57,17 @@ def prompts_of(task: Task, ids: list[int]) -> list[list[int]]:
 
 def compare(
     task: Task, contenders: list[Contender], ids: list[int], rounds: int, max_foreign: float, quiet: Quiet
-) -> None:
+) -> list[Ceiling]:
     """Fill the contenders' replies, after one unrecorded round. Who begins changes from round to round.
+
+    Returns the ceilings, which the first contender's engine measures in every round.
 
     From round TRIAL on, a setting whose every sample is worse than every sample of the same engine's other setting is
     left out.
     """
     workers = list({id(c.worker): c.worker for c in contenders}.values())
     command = {**task.command, "prompts": prompts_of(task, ids)}
-    left = list(contenders)
+    left, ceilings = list(contenders), []
     for round_ in range(-1, rounds):
         for turn in range(len(left)):
             contender = left[(round_ + turn) % len(left)]
@@ -78,8 +78,12 @@ def compare(
             else:
                 waiting = [worker for worker in workers if worker is not contender.worker]
                 contender.replies.append(measure(contender.worker, waiting, max_foreign, quiet, **arguments))
+        if round_ >= 0:
+            rest(workers)
+            ceilings.append(Ceiling(**contenders[0].worker.ask("ceilings")))
         if round_ + 1 >= TRIAL:
             left = [contender for contender in left if not beaten(contender, left, task)]
+    return ceilings
 
 
 def beaten(contender: Contender, contenders: list[Contender], task: Task) -> bool:
@@ -116,8 +120,9 @@ def speed_rows(path: Path, threads: int, tasks: list[Task], options: argparse.Na
                 Contender(peer, "flash attention", {"flash": True}),
                 Contender(peer, "no flash attention", {"flash": False}),
             ]
-            compare(task, [mine, *peers], ids, options.rounds[threads], options.max_foreign, run.quiet)
+            ceilings = compare(task, [mine, *peers], ids, options.rounds[threads], options.max_foreign, run.quiet)
             row = Row(path.stem, task.name, threads, task.unit, task.tokens, task.bound(work and Work(**work)))
+            row.ceilings = ceilings
             row.ours, row.peer = mine.samples(task), {c.setting: c.samples(task) for c in peers}
             row.agree = agreement(mine, next(c for c in peers if c.setting == row.best))
             run.add_row(row)
@@ -156,14 +161,6 @@ def footprints(path: Path, threads: int, options: argparse.Namespace, run: Run) 
                     footprint.tokenizer_s.append(worker.ask("tokenizer")["seconds"])
     run.footprints += both.values()
     run.write()
-
-
-def measure_ceilings(threads: int) -> dict:
-    command = [sys.executable, str(HERE / "ceilings.py"), "--json", "--threads", str(threads)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise BenchmarkError(f"ceilings.py ended with status {done.returncode}")
-    return json.loads(done.stdout)
 
 
 def machine() -> dict:
@@ -242,9 +239,6 @@ def main(argv: list[str] | None = None) -> int:
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         command = shlex.join(["python", "benchmarks/vs_llama_cpp.py", *map(published, arguments)])
         run.commands.append({"command": command, "date": date})
-        for threads in options.rounds if tasks else ():
-            if str(threads) not in run.ceilings:
-                run.ceilings |= measure_ceilings(threads)
         for path in options.models:
             for threads in options.rounds:
                 speed_rows(path, threads, tasks, options, run)

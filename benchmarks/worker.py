@@ -117,6 +117,13 @@ class DasllamaTorch:
             "attention": [[2 * 2 * a.n_kv_heads * a.head_dim, a.window] for a in layers if a.delta is None],
         }
 
+    def ceilings(self) -> dict:
+        """What the machine can do just now, as `report.Ceiling` has it."""
+        from dasllama_torch.bench import Ceilings
+
+        found = Ceilings.measure()
+        return {"ops": 1e9 * found.dot, "bytes": 1e9 * found.read}
+
     def streams(self, n: int) -> "SessionStreams":
         return self._streams.setdefault(n, SessionStreams(self, n))
 
@@ -303,6 +310,7 @@ COMMANDS = {
     "tokenize": lambda engine, text: {"ids": engine.tokenize(text)},
     "prefill": prefill,
     "decode": decode,
+    "ceilings": lambda engine: engine.ceilings(),
     "work": lambda engine: {"work": engine.work()},
     "memory": lambda engine: memory(),
     "served": lambda engine: engine.served(),

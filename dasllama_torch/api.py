@@ -20,9 +20,11 @@ from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.chat.chat import Chat
 from dasllama_torch.chat.template import ChatTemplate
+from dasllama_torch.engine import gpu_tier
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
+from dasllama_torch.engine.placement import layer_devices
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
@@ -37,6 +39,7 @@ from dasllama_torch.memory import available_memory, has_huge_pages, physical_mem
 from dasllama_torch.modules.causal_lm import CausalLM, GenerationSettings
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.halves import HALVES
 from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.tokenizer import Tokenizer
@@ -54,6 +57,8 @@ def load_model(
     mode: str = "native",
     device="cpu",
     *,
+    dtype: str | torch.dtype = "bf16",
+    vram_mb: int | None = None,
     strict: bool = True,
     mmap: bool | None = None,
     progress: bool = True,
@@ -66,7 +71,11 @@ def load_model(
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
     device: "cpu", or "cuda" (with an index or without) for a GPU, whose kernels Triton compiles when they are first
-    used. The weights go there packed, one by one, and the host keeps no copy of them.
+    used. The weights go there packed, one by one, and the host keeps no copy of them. "auto": a GPU where there is one,
+    as much of the model as vram_mb has room for; the rest stays on the CPU and runs there. `gpu_tier_status()` says
+    what went where.
+    dtype: "bf16" or "f16": what a GPU rounds to where it multiplies many rows; sums, and what goes from layer to layer,
+    stay f32. vram_mb: of "auto", MiB that all models may take together, see `GpuTierWant`, whose own it replaces.
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
     mmap: True leaves the weights in the mapped file: no time to load, shared between processes. False reads them into
     memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
@@ -79,7 +88,13 @@ def load_model(
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    device = _device(device)
+    if dtype not in (*HALVES, *HALVES.values()):
+        raise ValueError(f"dtype is {dtype}, wanted one of {', '.join(HALVES)}")
+    auto = device == "auto"
+    if vram_mb is not None and not (auto and vram_mb >= 0):
+        raise ValueError(f"vram_mb is {vram_mb}, wanted 0 or more and device='auto'")
+    wanted = gpu_tier.wanted_device() if auto else None
+    device = wanted or torch.device("cpu") if auto else _device(device)
     requantized = mode in ("q8", "q4_0")  # these read each tensor once
     settings = {}
     with _no_garbage():
@@ -93,10 +108,13 @@ def load_model(
             metadata, source = file.metadata, GGUFSource(file)
         if requantized:
             source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
-        source.native = mode != "fp32"
+        source.native, source.half_dtype = mode != "fp32", HALVES.get(dtype, dtype)
         model = build_model(metadata, source, strict=strict)
-        if device.type != "cpu":
-            device_memory.upload(model, device)
+        if auto:
+            gpu_tier.arm(model, wanted, vram_mb)
+        elif device.type != "cpu":
+            device_memory.upload(model.modules(), device)
+            gpu_tier.note_model(model)
     model.name_or_path, model.generation_config = os.fspath(path), GenerationSettings(**settings)
     return model
 
@@ -106,7 +124,7 @@ def _device(name) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise KernelError(f"device {name!r} is unknown, wanted 'cpu' or 'cuda'") from None
+        raise KernelError(f"device {name!r} is unknown, wanted 'cpu', 'cuda' or 'auto'") from None
     if device.type not in ("cpu", "cuda"):
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu' or 'cuda'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -186,11 +204,13 @@ def create_kv_pool(
     costs memory once it has been written, on a GPU once it has been handed out.
     The pool lives as long as a session of it.
     """
-    layers = [layer.cache for layer in model.config.layers]
-    device = model.get_input_embeddings().qweight.device
+    layers, devices = [layer.cache for layer in model.config.layers], layer_devices(model)
     if max_bytes is None:
-        max_bytes = physical_memory() if device.type == "cpu" else device_memory.free_memory(device)
-    return KVPool(layers, kv_dtype, max_bytes, device, page_rows)
+        gpus = {device for device in devices if device.type != "cpu"}
+        max_bytes = min(map(device_memory.free_memory, gpus), default=physical_memory())
+    pool = KVPool(layers, kv_dtype, max_bytes, devices, page_rows)
+    gpu_tier.note_pool(model, pool)
+    return pool
 
 
 def create_session(

@@ -72,26 +72,23 @@ class Program:
         """Whether the tensors that are held lie where they lay, contiguous."""
         return bool(_library.dasllama_program_in_place(self._handle))
 
-    def run(self) -> None:
-        """Do again what was recorded, on torch's threads.
+    def run(self, seconds: ctypes.Array | None = None) -> None:
+        """Do again what was recorded, on torch's threads. seconds: doubles that take the time of each op.
 
         Raises KernelError for what an op refuses: an id or page out of range.
         """
-        self._run(None)
-
-    def profile(self) -> list[tuple[str, float]]:
-        """`run`, and for each op in turn its name and the seconds that it took."""
-        seconds = (ctypes.c_double * len(self))()
-        self._run(seconds)
-        names = [_library.dasllama_program_op(self._handle, i).decode() for i in range(len(self))]
-        return list(zip(names, seconds, strict=True))
-
-    def _run(self, seconds) -> None:
         if self.refused:
             raise KernelError(f"the program is void: {self.refused}")
         error = _library.dasllama_program_run(self._handle, seconds)
         if error is not None:
             raise KernelError(error.decode())
+
+    def profile(self) -> list[tuple[str, float]]:
+        """`run`, and for each op in turn its name and the seconds that it took."""
+        seconds = (ctypes.c_double * len(self))()
+        self.run(seconds)
+        names = [_library.dasllama_program_op(self._handle, i).decode() for i in range(len(self))]
+        return list(zip(names, seconds, strict=True))
 
 
 @define(fake=lambda tensor: None)

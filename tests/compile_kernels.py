@@ -96,6 +96,7 @@ def launches(types: list[str]) -> list:
         rope,
         rope_tables,
         rope_write,
+        sample_token,
         softcap,
     )
 
@@ -117,6 +118,8 @@ def launches(types: list[str]) -> list:
         lambda: rms_norm.rms_norm_backward(x, x, None, 1e-5),
         *(functools.partial(gated_act.gated_act, x, x, act) for act in range(4)),
         *(functools.partial(gated_act.gated_act_backward, x, x, x, act) for act in range(4)),
+        lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, 0.4),
+        lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.0, 0, 1.0, 0.0, 0.0),
         lambda: softcap.softcap(x, 3.0),
         lambda: softcap.softcap_backward(x, x, 3.0),
         lambda: rope.rope(x, tables, tables),

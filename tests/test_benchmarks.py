@@ -64,13 +64,15 @@ for line in sys.stdin:
         continue
     if ask["do"] == "quit":
         sys.exit(3)
+    if ask["do"] == "ceilings":
+        print(json.dumps({"ops": 4000.0, "bytes": 1000.0}), flush=True)
+        continue
     time.sleep(ask.get("nap", 0))
     ids = [1, 2, asked if "fickle" in sys.argv else 3]
     print(json.dumps({"seconds": 0.25, "ids": ids, "work": work, "peak": 300}), flush=True)
     until = time.process_time() + ask.get("spin", 0)
     while time.process_time() < until: pass
 """
-CEILINGS = {"int8 dot avx2 [Gop/s]": {"median": 4e-6}, "read avx2 [GB/s]": {"median": 1e-6}}
 
 
 @pytest.fixture
@@ -175,6 +177,13 @@ def test_work_of_a_mixture_of_experts_is_not_known(engine):
     assert engine("qwen3moe").work() is None
 
 
+def test_an_engine_measures_the_ceilings(engine, report):
+    import worker
+
+    found = report.Ceiling(**worker.COMMANDS["ceilings"](engine("llama")))
+    assert min(found.ops, found.bytes) > 1e8  # a second: what any processor does
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen35"])  # all keys; a window that passes; a recurrent state
 def test_streams_go_back_to_the_end_of_their_prompts(engine, name):
     import worker
@@ -190,31 +199,33 @@ def test_streams_go_back_to_the_end_of_their_prompts(engine, name):
 
 def test_shares_of_the_ceilings(report):
     row = report.Row("m", "prefill", 1, "tok/s", tokens=512, bound=report.Bound(ops=3000, bytes=100), ours=[256.0])
-    assert row.shares(report.Ceiling(ops=2000.0, bytes=500.0)) == {"int8": 0.75, "read": 0.1}
-    row.unit, row.ours = "ms", [500.0]
-    assert row.shares(report.Ceiling(ops=8000.0, bytes=500.0)) == {"int8": 0.75, "read": 0.4}
-    assert row.shares(None) == {}
+    assert row.shares == {}
+    row.ceilings = [report.Ceiling(ops, 500.0) for ops in (1000.0, 9000.0, 2000.0)]
+    assert row.shares == {"int8": 0.75, "read": 0.1}
+    row.unit, row.ours, row.ceilings = "ms", [500.0], [report.Ceiling(ops=8000.0, bytes=500.0)]
+    assert row.shares == {"int8": 0.75, "read": 0.4}
+    row.bound = None
+    assert row.shares == {}
 
 
 def test_table_lines(report):
     row = report.Row("m", "prefill 512", 2, "tok/s", ours=[100.0], peer={"a": [80.0], "b": [90.0]}, agree=(3, 64))
     line = "| m | prefill 512 | 2 | tok/s | 100.0 (100.0 to 100.0) | 90.0 (90.0 to 90.0) | b | 1.11 |{} 3 of 64 |"
-    assert report.speed_table([row], {}).splitlines()[-1] == line.format("  |")
+    assert report.speed_table([row]).splitlines()[-1] == line.format("  |")
     row.tokens, row.bound = 100, report.Bound(ops=50, bytes=10)  # in one second
-    ceilings = {2: report.Ceiling(ops=100.0, bytes=100.0)}
-    assert report.speed_table([row], ceilings).splitlines()[-1] == line.format(" 50% int8 |")
+    row.ceilings = [report.Ceiling(ops=100.0, bytes=100.0)]
+    assert report.speed_table([row]).splitlines()[-1] == line.format(" 50% int8 |")
 
 
 def test_summary_over_the_models(report):
     def row(model: str, ours: float, threads: int = 1):
-        peer = {"a": [1.0]}
-        return report.Row(model, "prefill", threads, "tok/s", 1, report.Bound(8, 1), ours=[ours], peer=peer)
+        ceilings = [report.Ceiling(ops=100.0, bytes=100.0)] if threads == 1 else []
+        return report.Row(model, "prefill", threads, "tok/s", 1, report.Bound(8, 1), [ours], {"a": [1.0]}, ceilings)
 
     rows = [row("m", 2.0), row("n", 8.0), row("m", 3.0, threads=2)]
-    ceilings = {1: report.Ceiling(ops=100.0, bytes=100.0)}
 
     def lines(target):
-        return report.summary_table(rows, {"prefill": target}, ceilings).splitlines()[2:]
+        return report.summary_table(rows, {"prefill": target}).splitlines()[2:]
 
     share = "32% (16% to 64%; target 30%)"
     assert lines(report.Target(3.9, 2.0, int8=0.3)) == [
@@ -307,12 +318,14 @@ def test_an_engine_that_sleeps_counts_as_stalled(turns, stand_in, monkeypatch):
 
 
 class Recorder:
-    """An engine whose replies take the seconds that `pace` gives for its setting."""
+    """An engine whose replies take the seconds that `pace` gives for its setting, and that can do what it can do."""
 
     def __init__(self, engine: str, turns: list, pace: dict):
         self.engine, self.turns, self.pace = engine, turns, pace
 
     def ask(self, do, **arguments):
+        if do == "ceilings":
+            return {"ops": 10.0 + len(self.turns), "bytes": 1.0}
         setting = arguments.get("flash", "")
         self.turns.append(f"{self.engine}{setting}")
         return {"seconds": self.pace[setting], "ids": [1], "asked": {"do": do} | arguments}
@@ -330,7 +343,9 @@ def play(bench, monkeypatch):
         order: list[str] = []
         a, b = Recorder("a", order, {"": 1.0}), Recorder("b", order, {1: one, 2: two})
         contenders = [bench.Contender(a), bench.Contender(b, "1", {"flash": 1}), bench.Contender(b, "2", {"flash": 2})]
-        bench.compare(task, contenders, [1, 2, 3], rounds, 1.0, bench.Quiet())
+        ceilings = bench.compare(task, contenders, [1, 2, 3], rounds, 1.0, bench.Quiet())
+        assert len(ceilings) == rounds
+        assert ceilings[0] == bench.Ceiling(16.0, 1.0)  # after a round that is not recorded and the first one
         return contenders, order
 
     monkeypatch.setattr(bench, "measure", recorded)
@@ -445,7 +460,6 @@ def test_prompts_are_evaluated_again_after_other_ones():
 def whole(bench, turns, stand_in, monkeypatch, tmp_path):
     """Runs the script on a stand-in of a model and of both engines, and returns its status and what it wrote."""
     monkeypatch.setattr(bench, "start", lambda engine, options, threads: stand_in(engine))
-    monkeypatch.setattr(bench, "measure_ceilings", lambda threads: {str(threads): CEILINGS})
     monkeypatch.setattr(bench, "FOOTPRINT_ROUNDS", 1)
     monkeypatch.setattr(turns, "STALL_LIMIT", 1.0)
     (tmp_path / "some.gguf").write_bytes(b"x" * 150)
@@ -602,3 +616,14 @@ def test_the_cost_of_prefixes_is_measured(random_llama, capsys):
     assert "new session" in printed
     assert "20 tokens evaluated" in printed
     assert "64 tokens evaluated" in printed  # of 320, all but four pages
+
+
+def test_the_overhead_of_a_step_is_measured(random_llama, capsys):
+    import step_overhead
+
+    before = torch.get_num_threads()
+    try:
+        step_overhead.main([str(random_llama[0]), "--steps", "5"])
+    finally:
+        torch.set_num_threads(before)
+    assert "outside of its programs" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import textwrap
 
+import torch
 from conftest import ROOT
 from families import TINY
 from tolerances import FP32_LOGITS, NATIVE_LOGPROB_RANDOM
@@ -85,6 +86,25 @@ def test_the_page_about_chat_runs(demo_model, tmp_path, monkeypatch, capsys):
     chat = namespace["chat"]
     chat.add_user("Thank you.")
     assert namespace["converse"](chat) == chat.messages[-1]["content"]
+
+
+def test_the_page_about_devices_runs(demo_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DASLLAMA_GPU_VRAM_MB", raising=False)
+    text = (ROOT / "docs" / "devices.md").read_text()
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M):
+        exec(compile(block, "devices.md", "exec"), namespace)
+    *status, piece, placement, drawn = capsys.readouterr().out.strip().splitlines()
+    where = "GPU" if torch.cuda.is_available() else "CPU"
+    assert any(line.startswith(f"model.gguf: all on the {where}") for line in status)
+    assert placement == f"all on the {where}"
+    assert piece
+    assert drawn == "True"
+    verbs = re.findall(r"^\| `(\w+)\(.*?\)` \|", text, re.M)
+    assert len(verbs) == 5
+    assert all(callable(getattr(dl, verb)) for verb in verbs)
 
 
 def test_the_python_of_the_page_on_inspection_runs(demo_model, tmp_path, monkeypatch, capsys):

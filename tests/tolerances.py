@@ -81,6 +81,8 @@ CUDA_LOGITS = 2e-4
 # ... and in native mode where many rows multiply numbers of 8 bits (bf16), against the dequantized weights. Mean
 # |log-probability difference|.
 CUDA_LOGPROB = 0.025
+# ... of tiny models, whose experts are then chosen otherwise now and then; and of f16, which has three bits more.
+CUDA_HALF = {"bf16": 0.08, "f16": 0.008}
 # ... and of a quantized cache against the same on the CPU: now and then a code goes to its neighbour.
 CUDA_CODES = 3e-3
 # ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the

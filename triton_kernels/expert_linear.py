@@ -9,6 +9,7 @@ from dasllama_torch.ops.expert_linear import _check_all as check
 from dasllama_torch.ops.expert_linear import _fake_backward as check_backward
 from dasllama_torch.ops.expert_linear import expert_linear as op
 from dasllama_torch.ops.expert_linear import expert_linear_backward as op_backward
+from dasllama_torch.ops.halves import half_of
 from dasllama_torch.ops.registry import count_call, implement
 from dasllama_torch.triton_kernels.dequantize import FLOATS
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
@@ -33,8 +34,7 @@ def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Ten
     else:
         kernel, dtype = "triton/grouped_rows", torch.float32
         if native:
-            half = x.dtype if x.dtype != torch.float32 else torch.bfloat16
-            dtype = FLOATS[qtype] if is_float else half
+            dtype = FLOATS[qtype] if is_float else half_of(x)
         y = grouped_rows(rows.to(dtype), qweight, qtype, bias, flat, x.dtype)
     count_call("expert_linear", kernel)
     return y.view(*ids.shape, N)

@@ -1,15 +1,16 @@
 """y = x W^T + bias with packed W: which kernel multiplies how many rows.
 
 native, few rows: integer dots on the CPU's activation lattice (`few_rows.py`), equal to the CPU's results but for the
-order of f32 sums. native, more rows: x and W rounded to bf16 (f16 if x is), products on the tensor cores, f32 sums; W
-is decoded into scratch, once, and the library multiplies, which was faster than tiles that decode W for themselves. Not
-native: f32 throughout. Float weights go to the library, which takes them as they are.
+order of f32 sums. native, more rows: x and W rounded to bf16 or f16 (`ops/halves.py`), products on tensor cores, f32
+sums; W is decoded into scratch, once, and the library multiplies, which was faster than tiles that decode W for
+themselves. Not native: f32 throughout. Float weights go to the library, which takes them as they are.
 """
 
 import torch
 from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.halves import half_of
 from dasllama_torch.ops.quant_linear import _check_all as check
 from dasllama_torch.ops.quant_linear import _fake_backward as check_backward
 from dasllama_torch.ops.quant_linear import quant_linear as op
@@ -36,8 +37,8 @@ def quant_linear(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, na
         multiply = few_rows_native if native else few_rows_float
         kernel, y = f"triton/{multiply.__name__}", multiply(rows, qweight, qtype, bias)
     else:
-        half = x.dtype if x.dtype != torch.float32 else torch.bfloat16
-        kernel, y = "triton/unpack", _product(rows, unpack(qweight, qtype, half if native else torch.float32), native)
+        dtype = half_of(x) if native else torch.float32
+        kernel, y = "triton/unpack", _product(rows, unpack(qweight, qtype, dtype), native)
     count_call("quant_linear", kernel)
     if bias is not None and kernel in ("torch", "triton/unpack"):
         y = y + bias

@@ -47,7 +47,11 @@ class Sequence:
 
     def has(self, n: int) -> bool:
         """Whether it holds, and alone, what the next n positions need: `grow` would take nothing."""
-        return not self._bytes_to(self.pool.blocks(self.length + n))
+        pool, stop, begun = self.pool, self.pool.blocks(self.length + n), self.length % self.pool.page_rows
+        for group, table in zip(pool.groups, self.tables, strict=True):
+            if len(table) < stop or (begun and not group.pages.is_alone(table[-1])):
+                return False
+        return not pool.states or (self.state >= 0 and pool.states.is_alone(self.state))
 
     def grow(self, n: int) -> None:
         """Take what the next n positions need. Raises OutOfPages, which a `Forecast` foretells."""
@@ -78,6 +82,8 @@ class Sequence:
         """The next n positions have been evaluated: give back the pages that no row can come to see."""
         self.length += n
         for group, table in zip(self.pool.groups, self.tables, strict=True):
+            if not group.window:
+                continue
             block = self.first_block(group, self.length) - 1
             while block >= 0 and table[block] >= 0:
                 group.pages.give_back([table[block]])

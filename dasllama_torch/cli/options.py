@@ -31,7 +31,7 @@ ModeOption = Annotated[Mode, typer.Option(help="Multiply as the file's types, in
 KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
 CtxOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; else the model's, 4096 at most.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one for each physical core.")]
-DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, or cuda:1 for the second GPU.")]
+DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 for the second GPU, or auto.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 TempOption = Annotated[float, typer.Option(help="Temperature; 0 takes the most likely token each time.")]

@@ -44,6 +44,7 @@ class StepBuffers:
         # NumPy writes a step in microseconds, with nothing of torch in between.
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=not on_cpu)
         self._there = self._host if on_cpu else torch.empty(end, dtype=torch.uint8, device=pool.device)
+        self._sent = None if on_cpu else torch.cuda.Event()
 
         def views(memory: Tensor) -> dict[str, Tensor]:
             return {
@@ -59,15 +60,23 @@ class StepBuffers:
             for group in range(len(pool.groups))
         ]
         self.step = Step(n_seqs=rows, cache=pool, tables=tuple(tables), logit_rows=None, **parts)  # all rows' logits
-        self.blocks = blocks
+        self.blocks, self._devices = blocks, pool.devices
 
     def fits(self, sessions: Sequence["Session"]) -> bool:
-        """Whether there is room for all their pages."""
-        return all(len(table) <= self.blocks for session in sessions for table in session.sequence.tables)
+        """Whether there is room for all their pages, and the pool has not moved."""
+        if self.step.cache.devices is not self._devices:
+            return False
+        for session in sessions:
+            for table in session.sequence.tables:
+                if len(table) > self.blocks:
+                    return False
+        return True
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
-        n, rows = len(ids), self.rows
+        n, rows, page_rows = len(ids), self.rows, self.step.cache.page_rows
+        if self._sent:
+            self._sent.synchronize()  # the step before may not have been read yet
         if n < len(rows["row_seq"]):
             for name, values in rows.items():
                 if name == "input_ids":
@@ -75,7 +84,7 @@ class StepBuffers:
                 elif not name.startswith("block_table"):
                     values[n:] = 0 if name in ("positions", "row_context", "row_pos", "row_end") else -1
         for i, (session, token) in enumerate(zip(sessions, ids, strict=True)):
-            at, sequence = session.n_past, session.sequence
+            at, sequence = len(session.tokens), session.sequence
             rows["input_ids"][0, i], rows["row_seq"][i] = token, i
             rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
             rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
@@ -83,9 +92,10 @@ class StepBuffers:
                 rows["state_slots"][i] = sequence.state
             for group, pages in enumerate(sequence.tables):
                 rows[f"block_table{group}"][i, : len(pages)] = pages
-                rows[f"slots{group}"][i] = sequence.slot(group, at)
+                rows[f"slots{group}"][i] = pages[at // page_rows] * page_rows + at % page_rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
+            self._sent.record()
 
 
 class HandedOut:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch import sampling
+from dasllama_torch.engine.runner import ON_DEVICE
 from dasllama_torch.engine.session import Session, eval_batch
 from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -185,7 +186,8 @@ class _Loop:
     def advance(self, tokens: Tensor) -> None:
         """Evaluate the tokens of the rows that go on, in one batch."""
         rows = [row for row, going in enumerate(self.going) if going]
-        eval_batch([self.sessions[row] for row in rows], [[int(tokens[row])] for row in rows])
+        logits = "last" if self.processors else ON_DEVICE
+        eval_batch([self.sessions[row] for row in rows], [[int(tokens[row])] for row in rows], logits)
 
 
 def _without_penalties(params: SamplingParams) -> SamplingParams:
