@@ -79,6 +79,7 @@ def launches(types: list[str]) -> list:
     from dasllama_torch.ops import ggml_types
     from dasllama_torch.triton_kernels import (
         causal_conv1d,
+        combine_round,
         delta_gates,
         dequantize,
         embedding,
@@ -141,6 +142,9 @@ def launches(types: list[str]) -> list:
         lambda: rope_write.rope_write(
             *(x, x, x, x, tables, tables, x, cache[torch.float16], cache[torch.float16], slots)
         ),
+        lambda: combine_round.combine_rounded(
+            paged_attention.Shared(x[:1], x[None, :1], x[None, :1, :, 0], x[None, :1, :, 0], None), ggml_types.Q8_0
+        ),
         lambda: fused_round.norm_rounded(square, square, square[0], 1e-5, ggml_types.Q8_K),
         *(functools.partial(fused_round.act_rounded, square, square, square, act, ggml_types.Q8_1) for act in range(4)),
         lambda: moe_combine.moe_combine(x, x[..., 0].contiguous()),
@@ -154,7 +158,7 @@ def launches(types: list[str]) -> list:
     for qtype in map(ggml_types.by_name, types):
         w = torch.zeros(64, qtype.row_bytes(1024), dtype=torch.uint8)
         calls += [
-            functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w, qtype.id, None),
+            *(functools.partial(few_rows.few_rows_native, torch.zeros(M, 1024), w, qtype.id, None) for M in (2, 16)),
             functools.partial(
                 few_rows.few_rows_together,
                 quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),

@@ -16,15 +16,15 @@ from dasllama_torch.ops.quant_linear import _fake_backward as check_backward
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
 from dasllama_torch.ops.registry import count_call, implement
-from dasllama_torch.triton_kernels import blocks
+from dasllama_torch.triton_kernels import blocks, few_rows_mma
 from dasllama_torch.triton_kernels.dequantize import floats, unpack
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
 from dasllama_torch.triton_kernels.launch import rows_of
 
 
-def few(qtype: int) -> int:
+def few(qtype: int, native: bool = True) -> int:
     """Up to how many rows `few_rows.py` is the faster way."""
-    return 16 if blocks.layout(qtype).words == 4 else 8
+    return 16 if (few_rows_mma.serves(qtype) if native else blocks.layout(qtype).words == 4) else 8
 
 
 @implement(op, "CUDA")
@@ -33,7 +33,7 @@ def quant_linear(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, na
     rows = rows_of(x)
     if ggml_types.GGML_TYPES[qtype].is_float:
         kernel, y = "torch", _product(rows, floats(qweight, qtype), native)
-    elif rows.shape[0] <= few(qtype):
+    elif rows.shape[0] <= few(qtype, native):
         multiply = few_rows_native if native else few_rows_float
         kernel, y = f"triton/{multiply.__name__}", multiply(rows, qweight, qtype, bias)
     else:
