@@ -130,6 +130,14 @@ def test_a_model_in_two_parts_does_what_it_did(name, oracle, gpu):
         assert "recorded" in report()["step"]
 
 
+def a_step_and_more(session):
+    """Logits behind a single token, whose step may be recorded, and two more."""
+    with session.fork() as fork:
+        fork.eval([5])
+        fork.eval([6])
+        return fork.eval([3, 4]).clone()
+
+
 @pytest.mark.parametrize("kv_dtype", ["f16", ("q8_0", "tq4")])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen35"])
 def test_a_pool_moves_and_its_sessions_notice_nothing(name, kv_dtype, load):
@@ -143,7 +151,7 @@ def test_a_pool_moves_and_its_sessions_notice_nothing(name, kv_dtype, load):
     gone.eval(text(2, 90))
     gone.close()
     fork.eval(text(4, 5))
-    wanted = [each.fork().eval([3, 4]).clone() for each in (session, fork)]
+    wanted = [a_step_and_more(each) for each in (session, fork)]
     used, held = pool.used_bytes, cache.held_groups()
     layers = len(model.config.layers)
     for where in (OTHER, [CPU, *[OTHER] * (layers - 1)], "cpu"):
@@ -152,7 +160,7 @@ def test_a_pool_moves_and_its_sessions_notice_nothing(name, kv_dtype, load):
         assert pool[0] is not before
         assert (pool.used_bytes, cache.held_groups()) == (used, held)
         for each, logits in zip((session, fork), wanted, strict=True):
-            assert torch.equal(each.fork().eval([3, 4]), logits)
+            assert torch.equal(a_step_and_more(each), logits)
         with dl.create_session(model, pool=pool, prefix_cache=cache) as other:
             other.eval(text(1, 70))
         session.truncate(70)
@@ -238,6 +246,23 @@ def test_a_model_that_did_not_fit_after_all_is_on_the_host(oracle, gpu, monkeypa
     assert torch.equal(session.eval(text(1, 20)), wanted)
     session.eval([1])
     assert graphs.why_not(model) == ""
+
+
+def test_a_part_of_a_model_comes_back(oracle, gpu, monkeypatch):
+    path = oracle / "tiny" / "qwen3moe.gguf"
+    sizes = sizes_of(model := dl.load_model(path), model.config.n_ctx)
+    monkeypatch.setattr(device_memory, "free_memory", lambda device: sizes.head + sum(sizes.layers[1:]))
+    model = dl.load_model(path, device="auto")
+    assert str(model.placement).startswith(f"head and {len(sizes.layers) - 1} of {len(sizes.layers)} layers on the GPU")
+    with dl.create_session(model) as session:
+        assert session.pool.devices == [CPU] * len(sizes.layers)  # where the weights are, which nobody has moved here
+        wanted = [session.eval([token]).clone() for token in (1, 2, 3)]
+        dl.gpu_drop_model(model)
+        assert model.placement is None
+        session.truncate(0)
+        reset_report()
+        assert all(torch.equal(session.eval([token]), logits) for token, logits in zip((1, 2, 3), wanted, strict=True))
+        assert report()["step"]["recorded"] > 0
 
 
 def test_the_environment_has_the_last_word(oracle, gpu, monkeypatch):

@@ -20,7 +20,7 @@ from dasllama_torch.ops.sample_token import _check as check
 from dasllama_torch.ops.sample_token import sample_token as op
 from dasllama_torch.triton_kernels.functions import exp
 from dasllama_torch.triton_kernels.launch import on_device
-from dasllama_torch.triton_kernels.ordering import of_order, ordered
+from dasllama_torch.triton_kernels.ordering import LAST, of_order, ordered, rank
 
 BLOCK = 4096
 SEEN = 64  # of the tokens seen, a program's
@@ -30,7 +30,6 @@ COPIES = 4  # of the bins, so that fewer programs wait for each other
 
 UNIT = tl.constexpr(2.0**40)
 PLACES = tl.constexpr(1 << 32)
-LAST = tl.constexpr(-(2**63))
 INFINITE = tl.constexpr(0x7F800000)  # `ordered` of +infinity; of -infinity: -1 less this
 
 
@@ -42,8 +41,8 @@ def _best(tops, n_blocks, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _value(rank):
-    return of_order((rank >> 32).to(tl.int32))
+def _value(best):
+    return of_order((best >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -97,21 +96,20 @@ def top_kernel(tops, x, V, BLOCK: tl.constexpr):
     b = tl.program_id(0)
     i = b * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + i, mask=i < V, other=0.0)
-    rank = ordered(v).to(tl.int64) << 32 | (0x7FFFFFFF - i)
-    tl.store(tops + b, tl.max(tl.where(i < V, rank, LAST), 0))
+    tl.store(tops + b, tl.max(tl.where(i < V, rank(v, i), LAST), 0))
 
 
 @triton.jit
-def _store_token(token, id_, rank):
+def _store_token(token, id_, best):
     """id, or -1 where the best rank says that the logits are no distribution."""
-    key = rank >> 32
+    key = best >> 32
     tl.store(token, tl.where((key < INFINITE) & (key > -1 - INFINITE), id_, -1).to(tl.int64))
 
 
 @triton.jit
 def greedy_kernel(token, tops, n_blocks, PARTS: tl.constexpr):
-    rank = _best(tops, n_blocks, PARTS)
-    _store_token(token, 0x7FFFFFFF - (rank & 0x7FFFFFFF), rank)
+    best = _best(tops, n_blocks, PARTS)
+    _store_token(token, 0x7FFFFFFF - (best & 0x7FFFFFFF), best)
 
 
 @triton.jit
@@ -197,8 +195,8 @@ def draw_kernel(
 ):  # fmt: skip
     """One program: the element that the number (high, low) falls on, in the running sum of all masses that are left."""
     b = tl.arange(0, PARTS)
-    rank = _best(tops, n_blocks, PARTS)
-    top = _value(rank)
+    best = _best(tops, n_blocks, PARTS)
+    top = _value(best)
     mass = tl.load(parts + 2 * b, mask=b < n_blocks, other=0)
     if cut is not None:  # of those at the cut the first ones stay
         each = _mass(_likelihood(_value_at(tl.load(cut)), top, scale))
@@ -214,7 +212,7 @@ def draw_kernel(
         stay = tl.cumsum(equal, 0) <= tl.sum(tl.where(b == block, kept, 0), 0)
         masses += tl.where(stay, equal * each, 0)
     chosen = tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0)
-    _store_token(token, block * BLOCK + chosen, rank)
+    _store_token(token, block * BLOCK + chosen, best)
 
 
 @implement(op, "CUDA")

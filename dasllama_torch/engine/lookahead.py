@@ -27,19 +27,34 @@ class Ahead:
     token: int | None = None
 
 
+def is_possible(logits: Tensor) -> bool:
+    """Whether who has made logits can begin with what follows from them."""
+    return logits.device.type == "cuda"
+
+
 def draw(session: "Session", logits: Tensor, params: SamplingParams) -> int:
     """The next token, from logits f32 [V] on a GPU, whose step is begun where one stands ready."""
     token = sampling.draw(logits, session.history, params, session.generator)
-    known = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(token, non_blocking=True)
-    with torch.cuda.device(token.device):
-        arrived = torch.cuda.Event()
-        arrived.record()
-        session.ahead = _begin(session, token)
-        arrived.synchronize()
-    found = sampling.checked(int(known), logits, session.history, params)
+    arrival = _sent(token)
+    session.ahead = _begin(session, token)
+    found = sampling.checked(arrival(), logits, session.history, params)
     if session.ahead:
         session.ahead.token = found
     return found
+
+
+def _sent(token: Tensor) -> Callable[[], int]:
+    """A token int64 [] is on its way to the host: what waits for it, and for nothing that is begun later."""
+    with torch.cuda.device(token.device):
+        known = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(token, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> int:
+        arrived.synchronize()
+        return int(known)
+
+    return wait
 
 
 def _begin(session: "Session", token: Tensor) -> Ahead | None:

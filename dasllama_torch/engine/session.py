@@ -358,7 +358,7 @@ class Session:
         if self.made_logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
         logits = self.made_logits if on_device else self.logits
-        if ahead and logits.device.type == "cuda":
+        if ahead and lookahead.is_possible(logits):
             return lookahead.draw(self, logits, params)
         return sampling.sample(logits, self.history, params, self.generator, allowed)
 
