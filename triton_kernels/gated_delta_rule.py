@@ -1,10 +1,12 @@
-"""The gated delta rule, row by row, f32 throughout; the formula is that of `ops.gated_delta_rule`. For more rows than
-captured steps have, the form in chunks (`delta_chunks.py`) is the faster one.
+"""The gated delta rule, row by row, f32 throughout; the formula is that of `ops.gated_delta_rule`. For more than STEPS
+rows there is the form in chunks (`delta_chunks.py`).
 
 A program owns BV columns of a head's state M [Dk, Dv] of one sequence, which do without the others, and keeps them in
 registers while it goes through the sequence's rows, from its first in the batch on; programs of other rows have
 nothing to do. T rows, G key heads, H value heads. A slot out of range gives NaN, and nothing is written for it.
 """
+
+import sys
 
 import torch
 import triton
@@ -21,7 +23,9 @@ from dasllama_torch.triton_kernels.launch import check, heads_of, on_device, row
 from dasllama_torch.triton_kernels.sequences import check_slots, is_first
 
 EPS = tl.constexpr(formulas.EPS)
-STEPS = 64  # rows, up to which they are gone through one by one
+# Rows, up to which they are gone through one by one. Chunks are faster from 64 on, but their scan, as it is, has only
+# been interpreted and compiled: no prompt takes it before `make test-cuda`, which does, has passed on a card.
+STEPS = sys.maxsize
 
 
 @triton.jit
