@@ -1,5 +1,6 @@
 """A model on a GPU as llama-bench measures one: pp (tokens of a prompt per second) and tg (single tokens per second,
-each with its logits on the host, nothing sampled), and several sessions that decode together.
+each with its logits on the host, nothing sampled), what `generate` reaches with tokens that are drawn, and several
+sessions that decode together.
 
     python benchmarks/cuda_model.py model.gguf [--depths 0,8192] [--prompt 2048] [--tokens 128] [--sessions 16]
 
@@ -80,8 +81,24 @@ def main() -> None:
         print(f"{name}: {rate:.1f} tok/s {whole}", flush=True)
         for s in opened:
             s.close()
+    settings = {
+        "the likeliest": {},
+        "top_p 0.95": dict(temp=1.0, top_p=0.95),
+        "all settings": dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1),
+    }
+
+    def drawn(settings: dict) -> float:
+        with session(64 + options.tokens) as s:
+            stream = s.generate(text(8), dl.SamplingParams(**settings), options.tokens + 1)
+            next(stream)
+            start = time.perf_counter()
+            return sum(1 for _ in stream) / (time.perf_counter() - start)
+
+    for name, each in settings.items():
+        rates = [drawn(each) for _ in range(options.rounds + 1)]
+        print(f"tg{options.tokens}, drawn, {name}: {statistics.median(rates[1:]):.1f} tok/s", flush=True)
     counts = report()
-    print({op: counts[op] for op in ("step", "quant_linear", "paged_attention", "rms_norm")})
+    print({op: counts[op] for op in ("step", "quant_linear", "paged_attention", "rms_norm", "sample_token")})
 
 
 if __name__ == "__main__":

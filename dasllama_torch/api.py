@@ -20,9 +20,11 @@ from dasllama_torch.cache.prefix import PrefixChain
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
 from dasllama_torch.chat.chat import Chat
 from dasllama_torch.chat.template import ChatTemplate
+from dasllama_torch.engine import gpu_tier
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
+from dasllama_torch.engine.placement import layer_devices
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
@@ -37,6 +39,7 @@ from dasllama_torch.memory import available_memory, has_huge_pages, physical_mem
 from dasllama_torch.modules.causal_lm import CausalLM, GenerationSettings
 from dasllama_torch.modules.requantized import RequantizedSource
 from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.halves import HALVES
 from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
 from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.tokenizer import Tokenizer
@@ -54,6 +57,8 @@ def load_model(
     mode: str = "native",
     device="cpu",
     *,
+    dtype: str | torch.dtype = "bf16",
+    vram_mb: int | None = None,
     strict: bool = True,
     mmap: bool | None = None,
     progress: bool = True,
@@ -66,7 +71,11 @@ def load_model(
     mode: "native" multiplies on the weights' own types with activations on ggml's lattices; "fp32" dequantizes on the
     fly and multiplies in f32, the reference; "q8" and "q4_0" requantize every matrix at load to Q8_0 or Q4_0.
     device: "cpu", or "cuda" (with an index or without) for a GPU, whose kernels Triton compiles when they are first
-    used. The weights go there packed, one by one, and the host keeps no copy of them.
+    used. The weights go there packed, one by one, and the host keeps no copy of them. "auto": a GPU where there is one,
+    as much of the model as vram_mb has room for; the rest stays on the CPU and runs there. `gpu_tier_status()` says
+    what went where.
+    dtype: "bf16" or "f16": what a GPU rounds to where it multiplies many rows; sums, and what goes from layer to layer,
+    stay f32. vram_mb: of "auto", MiB that all models may take together, see `GpuTierWant`, whose own it replaces.
     strict: refuse a file that has tensors or architecture keys which the family does not use; False warns instead.
     mmap: True leaves the weights in the mapped file: no time to load, shared between processes. False reads them into
     memory, in huge pages where the system gives them, from which a token takes about two thirds of the time. None, the
@@ -79,7 +88,13 @@ def load_model(
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    device = _device(device)
+    if dtype not in (*HALVES, *HALVES.values()):
+        raise ValueError(f"dtype is {dtype}, wanted one of {', '.join(HALVES)}")
+    auto = device == "auto"
+    if vram_mb is not None and not (auto and vram_mb >= 0):
+        raise ValueError(f"vram_mb is {vram_mb}, wanted 0 or more and device='auto'")
+    wanted = gpu_tier.wanted_device() if auto else None
+    device = wanted or torch.device("cpu") if auto else _device(device)
     requantized = mode in ("q8", "q4_0")  # these read each tensor once
     settings = {}
     with _no_garbage():
@@ -93,10 +108,13 @@ def load_model(
             metadata, source = file.metadata, GGUFSource(file)
         if requantized:
             source = RequantizedSource(source, ggml_types.Q8_0 if mode == "q8" else ggml_types.Q4_0)
-        source.native = mode != "fp32"
+        source.native, source.half_dtype = mode != "fp32", HALVES.get(dtype, dtype)
         model = build_model(metadata, source, strict=strict)
-        if device.type != "cpu":
-            device_memory.upload(model, device)
+        if auto:
+            gpu_tier.arm(model, wanted, vram_mb)
+        elif device.type != "cpu":
+            device_memory.upload(model.modules(), device)
+            gpu_tier.note_model(model)
     model.name_or_path, model.generation_config = os.fspath(path), GenerationSettings(**settings)
     return model
 
@@ -106,7 +124,7 @@ def _device(name) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise KernelError(f"device {name!r} is unknown, wanted 'cpu' or 'cuda'") from None
+        raise KernelError(f"device {name!r} is unknown, wanted 'cpu', 'cuda' or 'auto'") from None
     if device.type not in ("cpu", "cuda"):
         raise KernelError(f"device {str(device)!r} has no kernels in this build, wanted 'cpu' or 'cuda'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -180,17 +198,20 @@ def create_kv_pool(
     """Memory for the keys, values and recurrent states of many sessions of the model, see `create_session`.
 
     page_rows: tokens of a page, by which sessions take memory and share it; pages of a multiple of 64 are read fastest.
-    kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, what they share counted
-    once; an evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others
-    have closed or gone back. None: the memory of this machine, or what the model's device has left. On the CPU a page
-    costs memory once it has been written, on a GPU once it has been handed out.
+    kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, recurrent states and
+    their checkpoints included, what they share counted once; an evaluation that needs more raises OutOfPages and leaves
+    its sessions as they were, to go on once others have closed or gone back. None: the memory of this machine, or what
+    the model's device has left. On the CPU a page costs memory once it has been written, on a GPU once it has been
+    handed out.
     The pool lives as long as a session of it.
     """
-    layers = [layer.cache for layer in model.config.layers]
-    device = model.get_input_embeddings().qweight.device
+    layers, devices = [layer.cache for layer in model.config.layers], layer_devices(model)
     if max_bytes is None:
-        max_bytes = physical_memory() if device.type == "cpu" else device_memory.free_memory(device)
-    return KVPool(layers, kv_dtype, max_bytes, device, page_rows)
+        gpus = {device for device in devices if device.type != "cpu"}
+        max_bytes = min(map(device_memory.free_memory, gpus), default=physical_memory())
+    pool = KVPool(layers, kv_dtype, max_bytes, devices, page_rows)
+    gpu_tier.note_pool(model, pool)
+    return pool
 
 
 def create_session(
@@ -217,8 +238,9 @@ def create_session(
 
     on_full: what happens to tokens that do not fit into n_ctx. "error": ContextFull. "shift": the session forgets what
     follows its first `keep` tokens, half of what there is behind them or as much as is needed, and goes on, see
-    `Session.shift`; that evaluates the rest anew, once in about n_ctx / 2 tokens. keep: None: the token that begins
-    every text (BOS), where the vocabulary wants one.
+    `Session.shift`; that evaluates the rest anew, once in about n_ctx / 2 tokens. What alone does not fit behind the
+    kept tokens is ContextFull all the same. keep: None: the token that begins every text (BOS), where the vocabulary
+    wants one.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
@@ -294,8 +316,9 @@ def create_prefix_cache(
     """A cache of what sessions of the model have evaluated, so that prompts which begin alike are evaluated once.
 
     Sessions use it by `create_session(model, prefix_cache=...)`. pool: the one whose pages it keeps; None: that of the
-    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states. checkpoint_every: pages
-    between two copies of the recurrent states, for models that have them: fewer bytes, or less to evaluate again.
+    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states together; what was used
+    longest ago goes first, be it the one or the other. checkpoint_every: pages between two copies of the recurrent
+    states, for models that have them: fewer bytes, or less to evaluate again.
     """
     return PrefixCache(model, pool or _pool(model, "f16", 1), max_bytes, checkpoint_every)
 
@@ -374,20 +397,29 @@ def embed(model: CausalLM, text: str | Sequence[str], pooling: str | None = None
     return vectors[0] if isinstance(text, str) else vectors
 
 
-def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | None = None) -> Session:
+def load_session(
+    model: CausalLM,
+    path: str | os.PathLike,
+    *,
+    pool: KVPool | None = None,
+    prefix_cache: PrefixCache | None = None,
+) -> Session:
     """The session that `Session.save` wrote: what it evaluates and draws next is what that one would have, to the bit.
 
-    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. Raises
-    SessionFileError for a broken file, one of another model (or of another mode, or with other weights: see
-    `session_file.fingerprint`) or another kv_dtype than the pool's; OutOfPages where the pool has no room.
+    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. prefix_cache: as
+    in `create_session`; what the file holds is not kept there, as no file tells under which hooks it was evaluated, and
+    the session leaves its pages there once it begins anew. Raises SessionFileError for a broken file, one of another
+    model (or of another mode, or with other weights: see `session_file.fingerprint`) or another kv_dtype than the
+    pool's; OutOfPages where the pool has no room.
     """
     file = SessionFile(path, model)
-    if pool is not None and pool.kv_dtype != file.kv_dtype:
+    into = prefix_cache.pool if prefix_cache and pool is None else pool
+    if into is not None and into.kv_dtype != file.kv_dtype:
         raise SessionFileError(
-            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {pool.kv_dtype}"
+            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {into.kv_dtype}"
         )
     try:
-        session = create_session(model, file.kv_dtype, pool=pool, **file.how)
+        session = create_session(model, file.kv_dtype, pool=pool, prefix_cache=prefix_cache, **file.how)
     except ValueError as error:
         raise SessionFileError(f"{path}: {error}") from None
     try:

@@ -42,15 +42,14 @@ class AutoModelForCausalLM:
 
         gguf_file: a file of the folder or repository, as transformers has it. dtype, and torch_dtype, its older name:
         of the activations, "auto" or float32, the only one there is; weights keep the file's types. device_map: as
-        device in `load_model`, or "auto" for a GPU where there is one. mode, strict, mmap, progress and errors: as
-        there; and DownloadError for what cannot be fetched.
+        device in `load_model`. mode, strict, mmap, progress and errors: as there; and DownloadError for what cannot be
+        fetched.
         """
         for given in (dtype, torch_dtype):
             if given not in (None, "auto", torch.float32, "float32"):
                 raise UnsupportedModel(f"dtype is {given}, wanted 'auto' or float32: weights keep the file's types")
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map or "cpu"
         path = _resolve(pretrained_model_name_or_path, gguf_file, progress)
-        model = load_model(path, mode, device, strict=strict, mmap=mmap, progress=progress)
+        model = load_model(path, mode, device_map or "cpu", strict=strict, mmap=mmap, progress=progress)
         model.name_or_path = os.fspath(pretrained_model_name_or_path)
         return model
 

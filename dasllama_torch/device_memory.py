@@ -4,7 +4,7 @@ weights there from the host."""
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -140,31 +140,45 @@ def _give_back(base: int, size: int, granule: int, granules: set[int], device: t
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def upload(module: nn.Module, device: torch.device) -> None:
-    """Move a module's tensors to a CUDA device, one by one, through two pinned buffers in turn: one is filled while the
-    other is copied. Tensors of one memory stay so; what they had on the host is let go of.
+def upload(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the modules' own tensors, not those of modules in them, to a CUDA device, one by one, through two pinned
+    buffers in turn: one is filled while the other is copied. Tensors of one memory stay so; what they had on the host
+    is let go of.
 
     Raises OutOfMemory, before anything was moved, if the device has too little.
     """
-    parts = {_place(t): t.nbytes for t in (*module.parameters(), *module.buffers())}
+    modules = list(modules)
+    tensors = [t for each in modules for t in (*each.parameters(recurse=False), *each.buffers(recurse=False))]
+    parts = {place_of(t): t.nbytes for t in tensors}
     needed, free = sum(parts.values()), free_memory(device)
     if needed > free:
         raise OutOfMemory(f"the weights are {needed} bytes, and {device} has {free} left")
     with torch.inference_mode(False):
-        copy = _copier(device)
-        moved: dict[tuple, Tensor] = {}
-
-        def once(tensor: Tensor) -> Tensor:
-            place = _place(tensor)
-            if place not in moved:
-                moved[place] = copy(tensor)
-            return moved[place]
-
-        module._apply(once)
+        _apply(modules, _copier(device))
     torch.cuda.synchronize(device)
 
 
-def _place(tensor: Tensor) -> tuple:
+def download(modules: Iterable[nn.Module]) -> None:
+    """Move the modules' own tensors to the host; those of one memory stay so."""
+    with torch.inference_mode(False):
+        _apply(modules, lambda tensor: tensor.cpu())
+
+
+def _apply(modules: Iterable[nn.Module], copy: Callable[[Tensor], Tensor]) -> None:
+    moved: dict[tuple, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        place = place_of(tensor)
+        if place not in moved:
+            moved[place] = copy(tensor)
+        return moved[place]
+
+    for module in modules:
+        module._apply(once, recurse=False)
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Equal for tensors of one memory."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -95,6 +95,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether `generate` has to see the logits of every token on the host, wherever they were made."""
+        return self.constraint is not None or self.logprobs is not None
+
     def check_ids(self, n_vocab: int) -> None:
         """Raise ValueError where logit_bias or stop_ids name a token that a vocabulary of n_vocab tokens lacks."""
         largest = {"logit_bias": [token for token, _ in self.logit_bias[-1:]], "stop_ids": self.stop_ids[-1:]}
@@ -119,7 +124,7 @@ def restrict(logits: Tensor, params: SamplingParams, allowed: Tensor | None = No
     The input is left as it is."""
     if params._bias:
         params.check_ids(len(logits))
-        ids, values = (part.to(logits.device) for part in params._bias)
+        ids, values = (part.to(logits.device, non_blocking=True) for part in params._bias)
         logits = logits.index_add(0, ids, values)
     if allowed is not None:
         logits = torch.where(allowed.to(logits.device), logits, -torch.inf)
@@ -151,17 +156,30 @@ def sample(
     generator: torch.Generator,
     allowed: Tensor | None = None,
 ) -> int:
-    """The next token's id. logits f32 [V]; history: the session's tokens; allowed: bool [V], the tokens that may come,
-    None: all; one uniform number is drawn unless greedy.
+    """The next token's id. logits f32 [V], on any device, which does the work; history: the session's tokens; allowed:
+    bool [V], the tokens that may come, None: all; one uniform number of the generator is used unless greedy.
 
     Raises DasllamaError for logits that are no distribution: one is NaN or +infinity, or all are -infinity;
     ConstraintError if all that are allowed are -infinity.
     """
-    given, logits = logits, restrict(logits, params, allowed)
-    seen = _seen(history, params).to(logits.device)
+    token = draw(logits, history, params, generator, allowed).item()
+    return checked(token, logits, history, params, allowed)
+
+
+@torch.inference_mode()
+def draw(
+    logits: Tensor,
+    history: Sequence[int],
+    params: SamplingParams,
+    generator: torch.Generator,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """`sample`, as an id int64 [] where the logits are, which waits for nothing; -1 for what that would raise."""
+    logits = restrict(logits, params, allowed)
+    seen = _seen(history, params).to(logits.device, non_blocking=True)
     greedy = params.temp <= 0
-    draw = 0.0 if greedy else torch.rand((), generator=generator, dtype=torch.float64).item()
-    token = op.sample_token(
+    number = 0.0 if greedy else torch.rand((), generator=generator, dtype=torch.float64).item()
+    return op.sample_token(
         logits,
         seen,
         params.repetition_penalty,
@@ -171,16 +189,23 @@ def sample(
         params.top_k,
         params.top_p,
         params.min_p,
-        draw,
-    ).item()
+        number,
+    )
+
+
+def checked(
+    token: int, logits: Tensor, history: Sequence[int], params: SamplingParams, allowed: Tensor | None = None
+) -> int:
+    """A token that `draw` has drawn from the others; raises for -1 as `sample` does."""
     if token < 0:
-        _check(given)
+        logits = logits.cpu()
+        _check(logits)
         if allowed is not None:
             raise ConstraintError(
                 f"no token is left to sample: {int(allowed.sum())} of {len(allowed)} are allowed, and logit_bias or "
                 f"the model puts all of them at -infinity"
             )
-        _check(penalize(logits, history, params))
+        _check(penalize(restrict(logits, params), history, params))
         raise DasllamaError("sampling: the logits are no distribution")
     return token
 

@@ -8,7 +8,7 @@ inert: it writes nothing, is attended by nothing and yields zeros; it stands for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +99,23 @@ class Step:
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
+
+    def on(self, device: torch.device) -> Step:
+        """This step with its tensors on a device, for layers that lie there: made for the first of a forward."""
+        if device == self.positions.device:
+            return self
+
+        def moved(value):
+            if isinstance(value, Tensor):
+                return value.to(device)
+            return PageTable(moved(value.slots), moved(value.block_table)) if isinstance(value, PageTable) else value
+
+        def make() -> Step:
+            facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_once"}
+            tables = tuple(map(moved, self.tables))
+            return Step(**{name: moved(value) for name, value in facts.items()} | {"tables": tables})
+
+        return self.once(f"on {device}", make)
 
     def forget(self) -> None:
         """The tensors are about to change, for another forward: what layers have shared does not hold for it."""

@@ -79,6 +79,7 @@ def launches(types: list[str]) -> list:
     from dasllama_torch.ops import ggml_types
     from dasllama_torch.triton_kernels import (
         causal_conv1d,
+        combine_round,
         delta_gates,
         dequantize,
         embedding,
@@ -96,6 +97,7 @@ def launches(types: list[str]) -> list:
         rope,
         rope_tables,
         rope_write,
+        sample_token,
         softcap,
     )
 
@@ -103,7 +105,7 @@ def launches(types: list[str]) -> list:
     positions, axes, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(16, dtype=torch.int32), torch.arange(3)
     cache = {dtype: torch.zeros(64, 5, 16, 64, dtype=dtype) for dtype in (torch.float32, torch.float16)}
     codes = [torch.zeros(64, 5, 16, 2 * size, dtype=torch.uint8) for size in (34, 18)]  # q8_0, tq4
-    state, square = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256)
+    state, square, prompt = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256), torch.zeros(80, 5, 64)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
     def attend(T, dtype, codec, sinks):
@@ -117,6 +119,8 @@ def launches(types: list[str]) -> list:
         lambda: rms_norm.rms_norm_backward(x, x, None, 1e-5),
         *(functools.partial(gated_act.gated_act, x, x, act) for act in range(4)),
         *(functools.partial(gated_act.gated_act_backward, x, x, x, act) for act in range(4)),
+        lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, 0.4),
+        lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.0, 0, 1.0, 0.0, 0.0),
         lambda: softcap.softcap(x, 3.0),
         lambda: softcap.softcap_backward(x, x, 3.0),
         lambda: rope.rope(x, tables, tables),
@@ -138,12 +142,18 @@ def launches(types: list[str]) -> list:
         lambda: rope_write.rope_write(
             *(x, x, x, x, tables, tables, x, cache[torch.float16], cache[torch.float16], slots)
         ),
+        lambda: combine_round.combine_rounded(
+            paged_attention.Shared(x[:1], x[None, :1], x[None, :1, :, 0], x[None, :1, :, 0], None), ggml_types.Q8_0
+        ),
         lambda: fused_round.norm_rounded(square, square, square[0], 1e-5, ggml_types.Q8_K),
         *(functools.partial(fused_round.act_rounded, square, square, square, act, ggml_types.Q8_1) for act in range(4)),
         lambda: moe_combine.moe_combine(x, x[..., 0].contiguous()),
         lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
         lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
         lambda: gated_delta_rule.gated_delta_update(x, x, x, x[..., 0], x[..., 1], state, rows[0]),
+        lambda: gated_delta_rule.gated_delta_update(
+            *(prompt, prompt, prompt, prompt[..., 0], prompt[..., 1], state, torch.zeros(80, dtype=torch.int32))
+        ),
         lambda: grouped_rows.grouped_rows(
             x[0], weight.view(torch.uint8).repeat(4, 3, 1), ggml_types.F32, None, slots.repeat(5), torch.float32
         ),
@@ -151,7 +161,7 @@ def launches(types: list[str]) -> list:
     for qtype in map(ggml_types.by_name, types):
         w = torch.zeros(64, qtype.row_bytes(1024), dtype=torch.uint8)
         calls += [
-            functools.partial(few_rows.few_rows_native, torch.zeros(2, 1024), w, qtype.id, None),
+            *(functools.partial(few_rows.few_rows_native, torch.zeros(M, 1024), w, qtype.id, None) for M in (2, 16)),
             functools.partial(
                 few_rows.few_rows_together,
                 quantize_activation.rounded(torch.zeros(1, 1024), qtype.lattice),

@@ -119,7 +119,7 @@ def test_an_architecture_that_is_not_implemented_is_one_line(capsys, small):
 
 @pytest.mark.parametrize(
     ("device", "wanted"),
-    [("nosuch", "is unknown, wanted 'cpu' or 'cuda'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
+    [("nosuch", "is unknown, wanted 'cpu', 'cuda' or 'auto'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
 )
 def test_a_device_that_cannot_serve_is_one_line(capsys, small, device, wanted):
     assert f"device {device!r} {wanted}" in fails(capsys, "run", small, "text", "--device", device)
@@ -400,5 +400,5 @@ def test_run_writes_what_a_constraint_admits_and_ends_before_a_stop_string(capsy
     assert "wanted one of" in fails(capsys, "run", demo_model, "x", "--regex", "a", "--grammar", str(gbnf))
     assert "refused" in fails(capsys, "run", demo_model, "x", "--regex", "(")
     gbnf.write_bytes(b"root ::= \xff")
-    assert "not UTF-8" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
+    assert "g.gbnf is not UTF-8 text: byte 9 is 0xff" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
     assert "No such file" in fails(capsys, "run", demo_model, "x", "--json-schema", str(tmp_path / "none.json"))

@@ -11,6 +11,7 @@ from test_oracle_tiny import N_CTX, lengths
 from tolerances import (
     CUDA_CODES,
     CUDA_FUSED,
+    CUDA_HALF,
     CUDA_LOGITS,
     CUDA_LOGPROB,
     GRADIENT,
@@ -19,7 +20,8 @@ from tolerances import (
 )
 
 import dasllama_torch as dl
-from dasllama_torch.engine import graphs
+from dasllama_torch import sampling
+from dasllama_torch.engine import graphs, lookahead, placement
 from dasllama_torch.ops import registry, report, reset_report
 
 absent_gpu()
@@ -71,12 +73,12 @@ def test_greedy(case):
         assert same >= clear, f"differs at step {same}, margin {margins[same]:.4f}"
 
 
-@pytest.mark.parametrize("mode", ["fp32", "native"])
+@pytest.mark.parametrize(("mode", "dtype"), [("fp32", "bf16"), ("native", "bf16"), ("native", "f16")])
 @pytest.mark.parametrize("name", [*(f"llama-{name}" for name in TYPES), "qwen3moe-q4_k_m"])
-def test_every_type(name, mode, oracle):
+def test_every_type(name, mode, dtype, oracle):
     path = oracle / "quant" / f"{name}.gguf"
     data = np.load(path.with_suffix(".npz"))
-    model = dl.load_model(path, mode=mode, device="cuda")
+    model = dl.load_model(path, mode=mode, device="cuda", dtype=dtype)
     ids, rows = data["ids"].tolist(), data["rows"]
     with registry.strict(), dl.create_session(model, kv_dtype="f32") as session:
         together = session.eval(ids, logits="all")[rows]
@@ -242,3 +244,168 @@ def test_logits_are_ones_own(oracle):
             session.eval([token])
         assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
         kept[0].add_(1)  # may be changed
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_16_bit_float_of_many_rows(name, q8_0):
+    """Prompts in native mode, against the same weights multiplied in f32."""
+    ids = text(11, 100)
+    exact = whole(dl.load_model(q8_0(name), mode="fp32", device="cuda"), ids, "f32").log_softmax(-1)
+    for dtype, most in CUDA_HALF.items():
+        found = whole(dl.load_model(q8_0(name), device="cuda", dtype=dtype), ids, "f32").log_softmax(-1)
+        distance = (found - exact).abs().mean()
+        assert distance <= most * TINY[name], distance
+
+
+PARAMS = dl.SamplingParams(temp=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={5: 1.0})
+
+
+@pytest.mark.parametrize("params", [dl.SamplingParams(), PARAMS])
+def test_tokens_are_drawn_where_the_logits_are(params, oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session, registry.strict():
+        reset_report()
+        ids = [token for token, _ in session.generate(text(5, 20), params, 24)]
+        assert report()["sample_token"] == {"triton": len(ids)}
+        # Each is the token that the CPU draws from these logits by the same number.
+        generator = torch.Generator().manual_seed(0)
+        logits = session.fork()
+        logits.truncate(0)
+        history = text(5, 20)
+        for token in ids:
+            at = logits.eval(history[logits.n_past :])
+            assert sampling.sample(at, history, params, generator) == token
+            history.append(token)
+
+
+def test_what_the_host_has_to_see_it_draws_from(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        session.eval(text(5, 20))
+        reset_report()
+        ids = [token for token, _ in session.generate((), dl.SamplingParams(logprobs=2), 5)]
+        assert set(report()["sample_token"]) == {f"cpu/{registry.isas()[-1]}"}
+        assert [each.token for each in session.stats.logprobs] == ids
+        assert session.logits.device.type == "cpu"
+    with dl.create_session(model) as session:
+        both = session.generate_n(text(5, 20), PARAMS, 3, 12)
+        assert len({tuple(each.tokens) for each in both}) > 1
+
+
+def step_by_step(model, ids, n):
+    with dl.create_session(model, kv_dtype="f32") as session:
+        rows = [session.eval(ids)]
+        for token in text(8, n):
+            rows.append(session.eval([token]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4_e", "qwen3moe", "gpt-oss", "qwen35", "phi3"])
+def test_a_model_on_two_devices(name, oracle):
+    """Whatever part of it goes to the GPU, the results are those of the CPU."""
+    path, ids = oracle / "tiny" / f"{name}.gguf", text(5, 30)
+    wanted = step_by_step(dl.load_model(path, mode="fp32"), ids, 5)
+    whole_model = dl.load_model(path, mode="fp32", device="auto", vram_mb=1000)
+    assert {t.device.type for t in (*whole_model.parameters(), *whole_model.buffers())} == {"cuda"}
+    sizes = placement.sizes_of(whole_model, 4096)
+    dense = sizes.head + sum(sizes.layers)
+    budgets = {0, sizes.head, (sizes.head + dense) // 2, dense, dense + sum(sizes.experts) // 2}
+    for budget in sorted(budgets):
+        model = dl.load_model(path, mode="fp32")
+        found = placement.plan(sizes, budget)
+        placed = None if found.empty else placement.Placed(model, found, torch.device("cuda", 0))
+        assert placed is not None or budget < sizes.head
+        reset_report()
+        assert (step_by_step(model, ids, 5) - wanted).abs().max() <= 10 * CUDA_LOGITS * TINY[name] * wanted.std()
+        if placed:
+            assert "captured" not in report()["step"]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids], device=model.device)).logits[0, -1]
+            assert (logits.cpu() - wanted[0]).abs().max() <= 10 * CUDA_LOGITS * TINY[name] * wanted.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "gemma3"])
+def test_a_model_leaves_the_card_and_comes_back(name, oracle):
+    """With what its sessions hold, shared pages and checkpoints included."""
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32", device="auto")
+    assert dl.gpu_tier_status().models[-1].placement.whole
+    session = dl.create_session(model)
+    session.eval(text(1, 70))
+    session.checkpoint()
+    fork, other = session.fork(), dl.create_session(model, kv_dtype="q8_0")
+    other.eval(text(2, 9))
+    wanted = [each.fork().eval([3, 4]) for each in (session, fork, other)]
+    taken = torch.cuda.memory_allocated()
+    dl.gpu_drop_model(model)
+    assert torch.cuda.memory_allocated() < taken
+    assert dl.gpu_tier_status().models[-1].device == "cpu"
+    for each, logits in zip((session, fork, other), wanted, strict=True):
+        found = each.fork().eval([3, 4])
+        assert (found - logits).abs().max() <= 20 * CUDA_LOGITS * logits.std() + (each is other) * 0.1
+    session.eval([3])
+    session.truncate(70)
+    dl.gpu_rearm_model(model)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
+    for each, logits in zip((session, fork, other), wanted, strict=True):
+        assert torch.equal(each.fork().eval([3, 4]), logits)
+        for token in (5, 6, 7):
+            each.eval([token])
+    assert graphs.why_not(model) == ""
+
+
+def test_a_step_begun_ahead_does_not_show(oracle, monkeypatch):
+    """Whatever is done between two tokens of a stream."""
+    begin, begun = lookahead._begin, []
+
+    def noted(*args):
+        begun.append(begin(*args))
+        return begun[-1]
+
+    def run(ahead: bool):
+        monkeypatch.setattr(lookahead, "_begin", noted if ahead else lambda *args: None)
+        model = dl.load_model(oracle / "tiny" / "gemma3.gguf", device="cuda")
+        session, other = dl.create_session(model, rewind=8), dl.create_session(model)
+        other.eval(text(7, 9))
+        seen, kept = [], []
+        for i, (token, _) in enumerate(session.generate(text(5, 20), dl.SamplingParams(temp=2.0, seed=4), 60)):
+            seen.append(token)
+            if i == 10:
+                fork = session.fork()
+                kept.append(fork.eval([]))
+            if i == 20:
+                session.truncate(session.n_past - 3)
+                session.eval([1, 2, 3])
+            if i in (25, 26):
+                kept.append(other.eval([i]))
+            if i == 30:
+                session.eval([7, 8])
+            if i == 35:
+                model.model.norm.weight.mul_(0.5)
+            if i == 40:
+                hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 0)
+            if i == 45:
+                hook.remove()
+        kept.append(session.eval([1]))
+        return seen, session.tokens, torch.stack(kept)
+
+    found, wanted = run(True), run(False)
+    assert found[:2] == wanted[:2]
+    assert torch.equal(found[2], wanted[2])
+    assert sum(each is not None for each in begun) > 30
+
+
+def test_a_stream_that_ends_has_evaluated_no_more_than_it_says(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        ids = [token for token, _ in session.generate(text(5, 20), dl.SamplingParams(temp=1.5), 20)]
+    with dl.create_session(model) as session:
+        again = session.generate(text(5, 20), dl.SamplingParams(temp=1.5, stop_ids=[ids[12]]), 20)
+        assert [token for token, _ in again] == ids[: ids.index(ids[12])]
+        assert session.tokens == [*text(5, 20), *ids[: ids.index(ids[12])]][: session.n_past]
+        stopped = session.eval([3])
+        held = session.tokens
+    with dl.create_session(model) as session:
+        session.eval(text(5, 20))
+        for token in held[20:]:
+            logits = session.eval([token])
+        assert torch.equal(logits, stopped)

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import textwrap
 
+import torch
 from conftest import ROOT
 from families import TINY
 from tolerances import FP32_LOGITS, NATIVE_LOGPROB_RANDOM
@@ -59,6 +60,11 @@ def test_the_table_of_parity_is_of_these_architectures_and_types():
         for _, *values in rows:
             for arch, value in zip(head[1:], values, strict=True):
                 assert float(value) <= tolerance * unit * TINY.get(arch, 1)
+    published = text.split("## Published models\n")[1]
+    assert script.PUBLISHED in published, "run docs/write_parity.py again"
+    figures = {row[0]: float(row[1]) for row in re.findall(r"^\| (\w+) \| ([\d.e+]+) \|", published, re.M)}
+    assert figures.keys() == {"smollm2", "gemma3"}
+    assert max(figures.values()) <= FP32_LOGITS * 1e6
 
 
 def test_the_verbs_of_chat_are_there():
@@ -85,6 +91,25 @@ def test_the_page_about_chat_runs(demo_model, tmp_path, monkeypatch, capsys):
     chat = namespace["chat"]
     chat.add_user("Thank you.")
     assert namespace["converse"](chat) == chat.messages[-1]["content"]
+
+
+def test_the_page_about_devices_runs(demo_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DASLLAMA_GPU_VRAM_MB", raising=False)
+    text = (ROOT / "docs" / "devices.md").read_text()
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M):
+        exec(compile(block, "devices.md", "exec"), namespace)
+    *status, piece, placement, drawn = capsys.readouterr().out.strip().splitlines()
+    where = "GPU" if torch.cuda.is_available() else "CPU"
+    assert any(line.startswith(f"model.gguf: all on the {where}") for line in status)
+    assert placement == f"all on the {where}"
+    assert piece
+    assert drawn == "True"
+    verbs = re.findall(r"^\| `(\w+)\(.*?\)` \|", text, re.M)
+    assert len(verbs) == 5
+    assert all(callable(getattr(dl, verb)) for verb in verbs)
 
 
 def test_the_python_of_the_page_on_inspection_runs(demo_model, tmp_path, monkeypatch, capsys):

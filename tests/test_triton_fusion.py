@@ -4,12 +4,14 @@ of the CPU, whose other ops run on the CPU's kernels."""
 import pytest
 import tolerances
 import torch
+from attention_cases import Batch
 from packed import random_rows
 from triton_device import DEVICE, cases
 
 from dasllama_torch.ops import ggml_types, registry
 from dasllama_torch.ops.gated_act import SILU, gated_act
 from dasllama_torch.ops.kv_write import kv_write
+from dasllama_torch.ops.paged_attention import paged_attention
 from dasllama_torch.ops.quant_linear import quant_linear
 from dasllama_torch.ops.rms_norm import rms_norm
 from dasllama_torch.ops.rope import rope
@@ -49,7 +51,7 @@ def assert_near(found, plain):
 def test_a_block(M):
     H, G, D = 2, 1, 16
     x, gain = torch.randn(1, M, K, device=DEVICE), (torch.rand(K, device=DEVICE) + 0.5) * 1e-3
-    weights = [weight("Q5_0", H * D), weight("Q5_0", G * D), weight("Q8_0", G * D), weight("Q8_0", K, H * D)]
+    weights = [weight("Q5_0", H * D), weight("Q5_0", G * D), weight("Q8_0", G * D), weight("Q4_0", K, H * D)]
     gate, up, down = weight("Q5_0", K), weight("Q5_0", K), weight("Q4_1", 5)
     cos, sin = torch.rand(M, 6, device=DEVICE), torch.rand(M, 6, device=DEVICE)
     slots = torch.tensor([9, 2, -1], device=DEVICE)[:M]
@@ -146,6 +148,22 @@ def test_what_is_no_product_of_few_rows_goes_its_way():
     for got, want in zip(found, plain, strict=True):
         assert torch.equal(got, want)
     assert not any("few_rows_together" in name for name in calls["quant_linear"])
+
+
+@pytest.mark.parametrize("name", cases(["Q5_0", "Q6_K"], "Q6_K"))
+def test_attention_is_rounded_for_its_product(name):
+    batch = Batch([(700, 1), (0, 1)], codec="f16", H=8, G=2, D=64, sinks=torch.linspace(-2, 2, 8))
+    args = [arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in batch.args()]
+    w = weight(name, 6, 8 * 64)
+
+    def f():
+        y = paged_attention(*args)
+        z = quant_linear(y.flatten(-2), *w, None, True)
+        return y, z, paged_attention(*args) + 1
+
+    found, plain, calls = fused(f)
+    assert_near(found, plain)
+    assert calls["paged_attention"] == {"triton/shared_round": 1, "triton/shared": 1}
 
 
 def test_an_error_leaves_nothing_waiting():

@@ -15,8 +15,9 @@ from dasllama_torch.ops.lattices import quantize_activation as lattice_op
 from dasllama_torch.ops.lattices import unpack_activation
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
+from dasllama_torch.triton_kernels.few_rows import few_rows_together
 from dasllama_torch.triton_kernels.quant_linear import quant_linear, quant_linear_backward
-from dasllama_torch.triton_kernels.quantize_activation import quantize_activation
+from dasllama_torch.triton_kernels.quantize_activation import quantize_activation, rounded
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def test_ggml_products(oracle, row):
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("row", cases(TYPES, "F16", "Q4_K", "Q5_0", "MXFP4"), ids=by_name)
+@pytest.mark.parametrize("row", cases(TYPES, "F16", "Q4_K", "Q6_K", "Q5_0", "MXFP4"), ids=by_name)
 def test_few_rows(row, native):
     K = row.block * 3 if row.block > 1 else 50
     w, bias = random_rows(row, 5, K), torch.randn(5)
@@ -79,7 +80,7 @@ def test_few_rows(row, native):
         assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row, bias)).all()
 
 
-@pytest.mark.parametrize("M", cases([2, 5, 16], 5))
+@pytest.mark.parametrize("M", cases([2, 5, 9, 16], 5, 9))
 def test_counts_of_rows_and_leading_dims(M):
     row = ggml_types.by_name("Q4_K")
     w, x = random_rows(row, 9, 512), torch.randn(1, M, 512)
@@ -89,6 +90,31 @@ def test_counts_of_rows_and_leading_dims(M):
         assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
     assert quant_linear(x[:, :0].to(DEVICE), w.to(DEVICE), row.id, None, True).shape == (1, 0, 9)
     assert quant_linear(x.to(DEVICE), w[:0].to(DEVICE), row.id, None, True).shape == (1, M, 0)
+
+
+@pytest.mark.parametrize("name", cases(["Q4_K", "Q5_K", "Q6_K", "Q8_0"], "Q4_K"))
+def test_a_row_is_the_same_in_every_batch(name):
+    """On the tensor cores, from two rows on, also where matrices share a launch: more of K than its warps take at once,
+    and rows of W beyond a tile."""
+    row = ggml_types.by_name(name)
+    w, x = random_rows(row, 19, 2304).to(DEVICE), torch.randn(16, 2304, device=DEVICE)
+    whole = quant_linear(x, w, row.id, None, True)
+    error = (whole.cpu() - op.reference(x.cpu(), w.cpu(), row.id, None, True)).abs()
+    assert (error <= tolerances.TRITON_PRODUCT * sizes(x.cpu(), w.cpu(), row)).all()
+    for M in cases([2, 8, 9], 9):
+        parts = [torch.empty(M, 3, device=DEVICE), torch.empty(M, 16, device=DEVICE)]
+        few_rows_together(rounded(x[:M], row.lattice), [w[:3].clone(), w[3:].clone()], row.id, parts)
+        assert torch.equal(torch.cat(parts, 1), whole[:M])
+
+
+@pytest.mark.parametrize("name", cases(["Q4_K", "Q6_K", "Q8_0", "Q4_1"], "Q6_K"))
+def test_one_long_row(name):
+    """Several warps share K, and their last steps have less to do."""
+    row = ggml_types.by_name(name)
+    w, x = random_rows(row, 5, 8448), torch.randn(1, 8448)
+    found = quant_linear(x.to(DEVICE), w.to(DEVICE), row.id, None, True)
+    error = (found.cpu() - op.reference(x, w, row.id, None, True)).abs()
+    assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
 
 
 # Where a GPU rounds to bf16, the interpreter cuts off.

@@ -2,6 +2,11 @@
 
 # Summation order of f32 in two implementations, over a few layers; relative to the spread (std) of the logits.
 FP32_LOGITS = 1e-4
+# ... times this at the norm of a delta net's heads: it magnifies the roundings of heads whose output all but vanishes.
+DELTA_NORM = 10
+# Distance of fp32 mode from float64, geometric mean over the modules of a published model: times that of transformers
+# in f32, which is another with another BLAS.
+FP32_PEER = 1.25
 # Below this margin between the best two, f32 noise may choose either.
 GREEDY_MARGIN = 1e-3
 
@@ -81,6 +86,8 @@ CUDA_LOGITS = 2e-4
 # ... and in native mode where many rows multiply numbers of 8 bits (bf16), against the dequantized weights. Mean
 # |log-probability difference|.
 CUDA_LOGPROB = 0.025
+# ... of tiny models, whose experts are then chosen otherwise now and then; and of f16, which has three bits more.
+CUDA_HALF = {"bf16": 0.08, "f16": 0.008}
 # ... and of a quantized cache against the same on the CPU: now and then a code goes to its neighbour.
 CUDA_CODES = 3e-3
 # ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the

@@ -20,5 +20,6 @@ from dasllama_torch.triton_kernels import (  # noqa: F401
     rms_norm,
     rope,
     rope_tables,
+    sample_token,
     softcap,
 )

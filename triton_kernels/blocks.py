@@ -7,8 +7,9 @@ words of four elements. Element (u, p, w, i) of a block, for unit u, plane p < P
     u // (WIDTH / 16) * WIDTH * PLANES  +  p * WIDTH  +  u % (WIDTH / 16) * 16  +  4 * w  +  i
 
 `word` gives four elements at once, as the int8 values q of `ops.blocks.Parts` in one uint32 (byte i is element i),
-which is what integer dots take. The 16 elements of a unit and a plane share the integers `scale` and `least`, and a
-unit the floats `d` and `dmin` (which is -dmin of `Parts`, or m, whose `least` is 1):
+which is what integer dots take; of Q6_K they are 4 q, so that their sign is the byte's, and `d` is a quarter. The 16
+elements of a unit and a plane share the integers `scale` and `least`, and a unit the floats `d` and `dmin` (which is
+-dmin of `Parts`, or m, whose `least` is 1):
 
     element = d * scale * q  +  dmin * least
 
@@ -281,7 +282,7 @@ def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr):
         return _nibbles(_word(b, 48, 4 * u + w, 4), p) | high << 4
     elif QTYPE == Q6_K:
         low = _nibbles(_word(b, 0, u // 2 * 16 + p % 2 * 8 + u % 2 * 4 + w, 2), p // 2)
-        return _minus(low | _pairs(_word(b, 128, 4 * u + w, 2), p) << 4, 32)
+        return low << 2 | _pairs(_word(b, 128, 4 * u + w, 2) ^ 0xAAAAAAAA, p) << 6
     elif QTYPE == TQ2_0:
         return _minus(_pairs(_word(b, 0, 4 * u + w, 2), p), 1)
     elif QTYPE == TQ1_0:  # 32 bytes of five digits, 16 bytes of five, 4 bytes of four
@@ -376,7 +377,7 @@ def d(QTYPE: tl.constexpr, b, u):
     elif QTYPE == Q4_K or QTYPE == Q5_K:
         return _as_f16(tl.load(b.to(tl.pointer_type(tl.uint64))))
     elif QTYPE == Q6_K:
-        return _f16(b + 208)
+        return _f16(b + 208) * 0.25
     elif QTYPE == TQ2_0:
         return _f16(b + 64)
     elif QTYPE == TQ1_0:
@@ -408,7 +409,8 @@ def scale(QTYPE: tl.constexpr, b, u, p):
     elif QTYPE == Q4_K or QTYPE == Q5_K:
         return _six_bits(b, u, p)[0]
     elif QTYPE == Q6_K:
-        return tl.load((b + 192 + u // 2 * 8 + p * 2 + u % 2).to(tl.pointer_type(tl.int8))).to(tl.int32)
+        both = _short(b + 192 + u // 2 * 8 + p * 2)  # one load for two units
+        return (both >> (u % 2 * 8).to(tl.uint32)).to(tl.int8).to(tl.int32)
     elif QTYPE == IQ4_XS:
         high = _byte(b + 2 + u // 4) >> (u % 4 * 2).to(tl.uint32) & 3
         return (_nibble_of(b + 4, u) | high << 4).to(tl.int32) - 32
@@ -470,10 +472,14 @@ OFFSETS = (
 
 
 @triton.jit
-def place(unit, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    """Units of a row, int32, counted through its blocks -> byte of the block, unit in it, first element of plane 0."""
+def place(unit, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, last=None):
+    """Units of a row, int32, counted through its blocks -> byte of the block, unit in it, first element of plane 0.
+
+    last: the last block, which serves for those beyond it."""
     UNITS: tl.constexpr = BLOCK // (16 * PLANES)
     block, u = unit // UNITS, unit % UNITS
+    if last is not None:
+        block = tl.minimum(block, last)
     return block * BYTES, u, block * BLOCK + u // (WIDTH // 16) * (WIDTH * PLANES) + u % (WIDTH // 16) * 16
 
 

@@ -1,5 +1,5 @@
-"""A product per row with the matrix that an id names. Few tokens: every row on its own, as `quant_linear` multiplies
-few. More of them, and float weights: rows grouped by expert, on the tensor cores."""
+"""A product per row with the matrix that an id names. Few rows for an expert: every row on its own, as `quant_linear`
+multiplies few. More of them, and float weights: rows grouped by expert, on the tensor cores."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from dasllama_torch.ops.expert_linear import _check_all as check
 from dasllama_torch.ops.expert_linear import _fake_backward as check_backward
 from dasllama_torch.ops.expert_linear import expert_linear as op
 from dasllama_torch.ops.expert_linear import expert_linear_backward as op_backward
+from dasllama_torch.ops.halves import half_of
 from dasllama_torch.ops.registry import count_call, implement
 from dasllama_torch.triton_kernels.dequantize import FLOATS
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
@@ -16,7 +17,8 @@ from dasllama_torch.triton_kernels.grouped_rows import grouped_rows
 from dasllama_torch.triton_kernels.launch import rows_of
 from dasllama_torch.triton_kernels.quant_linear import product_backward
 
-FEW = 16  # tokens
+# Rows for an expert, on average, up to which reading its packed matrix for each costs less than decoding it once.
+FEW = 3
 
 
 @implement(op, "CUDA")
@@ -25,15 +27,14 @@ def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Ten
     rows, flat = rows_of(x), ids.reshape(-1).contiguous()
     bias = bias if bias is None else bias.contiguous()
     is_float = ggml_types.GGML_TYPES[qtype].is_float
-    if not is_float and ids.shape[:-1].numel() <= FEW:
+    if not is_float and len(flat) <= FEW * len(qweight):
         multiply = few_rows_native if native else few_rows_float
         kernel = f"triton/{multiply.__name__}"
         y = multiply(rows, qweight, qtype, bias, flat, len(flat) // max(len(rows), 1))
     else:
         kernel, dtype = "triton/grouped_rows", torch.float32
         if native:
-            half = x.dtype if x.dtype != torch.float32 else torch.bfloat16
-            dtype = FLOATS[qtype] if is_float else half
+            dtype = FLOATS[qtype] if is_float else half_of(x)
         y = grouped_rows(rows.to(dtype), qweight, qtype, bias, flat, x.dtype)
     count_call("expert_linear", kernel)
     return y.view(*ids.shape, N)

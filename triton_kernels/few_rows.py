@@ -1,16 +1,16 @@
 """x W^T for up to 16 rows of x, at the speed of reading W once.
 
-A program owns BN rows of W and steps along them by L words (`blocks.py`), of which each thread holds WORDS; its warps
-lie side by side along a row, so that no tensor changes hands within the loop. A word of W meets all ROWS rows of x
-while it is in a register. With integer dots (dp4a on NVIDIA), on the lattice of the type, each thread adds, for its
-words of a unit in all planes,
+A program owns BN rows of W, through which its WARPS step together, a unit (`blocks.py`) or WORDS words of one to each
+thread. Each thread adds, with integer dots (dp4a on NVIDIA) on the lattice of the type, for its words in all planes,
 
     float(sum of scale * q_w * q_x) * (d * d_x)  +  (sum of least * s_x) * (dmin * d_x)    on Q8_1 without this d_x
 
-to f32 sums that stay apart by thread until the row's end. In f32, words are decoded to floats and multiplied by x.
+to f32 sums that stay apart by thread until the rows' end. What is read of x serves all BN rows of W; a word of W meets
+all ROWS rows of x while it is in a register. From 2 rows on the tensor cores multiply W of some types
+(`few_rows_mma.py`). In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 
-Several matrices with one x may be one launch, PARTS of them: their programs follow each other. A residual is added to
+Up to three matrices with one x may be one launch: their programs follow each other. A residual is added to
 what a single one gives, into `total`. With ids, W is one of E matrices: program (., i) multiplies row i // share of x
 by the matrix ids[i], for row i of y. A GPU cannot raise without waiting for it: an id that is none of E gives a row of
 NaN.
@@ -22,24 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
-from dasllama_torch.triton_kernels import blocks
-from dasllama_torch.triton_kernels.launch import PTX, aligned, early, on_device, rows_for
+from dasllama_torch.triton_kernels import blocks, few_rows_mma
+from dasllama_torch.triton_kernels.few_rows_mma import APART, part
+from dasllama_torch.triton_kernels.integer_dots import dot4
+from dasllama_torch.triton_kernels.launch import PTX, aligned, early, on_device, prefetch, rows_for
 from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
-
-
-@triton.jit
-def _dot4(a, b, PTX: tl.constexpr):
-    """Sum of the products of four int8 each, in uint32 words that broadcast -> int32."""
-    a, b = tl.broadcast(a, b)
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        total = (a.to(tl.int8).to(tl.int32)) * (b.to(tl.int8).to(tl.int32))
-        for i in tl.static_range(1, 4):
-            total += (a >> 8 * i).to(tl.int8).to(tl.int32) * (b >> 8 * i).to(tl.int8).to(tl.int32)
-        return total
 
 
 @triton.jit
@@ -51,9 +38,8 @@ def _named(ids, E):
 
 
 @triton.jit
-def _store(y, sums, bias, residual, total, m: tl.constexpr, M, N, n, known):
-    """sums f32 [BN, lanes] of row m, added up, plus bias -> y [M, N]; plus residual -> total."""
-    result = tl.sum(sums, 1)
+def _store(y, result, bias, residual, total, m: tl.constexpr, M, N, n, known):
+    """result f32 [BN] of row m plus bias -> y [M, N]; plus residual -> total."""
     if known is not None:
         result = tl.where(known, result, float("nan"))
     if bias is not None:
@@ -65,80 +51,92 @@ def _store(y, sums, bias, residual, total, m: tl.constexpr, M, N, n, known):
 
 
 @triton.jit
+def _beside(acc, first: tl.constexpr, BN: tl.constexpr):
+    """acc[first], acc[first + 1], ..., each [T] -> [T, BN]."""
+    if BN == 1:
+        return acc[first][:, None]
+    elif BN == 2:
+        return tl.join(acc[first], acc[first + 1])
+    else:
+        even, odd = tl.join(acc[first], acc[first + 2]), tl.join(acc[first + 1], acc[first + 3])
+        return tl.reshape(tl.join(even, odd), [even.shape[0], 4])
+
+
+@triton.jit(do_not_specialize=APART)
 def few_rows_native_kernel(
-    y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, M, N, K,
+    y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, R, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    L: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """w1, w2 and y1, y2: from the first matrix to the others in units of 16 bytes, from the first result to the others
-    in elements; N1 and N2: their rows."""
-    known = None
-    tile = tl.program_id(0)
-    if PARTS > 1:
-        first = tl.cdiv(N, BN)
-        second = first + tl.cdiv(N1, BN)
-        one, two = tile >= first, tile >= second
-        packed += tl.where(two, w2, tl.where(one, w1, 0)).to(tl.int64) * 16
-        y += tl.where(two, y2, tl.where(one, y1, 0))
-        tile -= tl.where(two, second, tl.where(one, first, 0))
-        N = tl.where(two, N2, tl.where(one, N1, N))
+    """q, d and s as `Rounded` has them, of R rows."""
+    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, BN)
+    known, x_row = None, 0
     if ids is not None:
+        if EARLY:  # ids may be new, too
+            tl.extra.cuda.gdc_wait()
         id_, known = _named(ids, E)
-        i = tl.program_id(1).to(tl.int64)
+        entry = tl.program_id(1).to(tl.int64)
         packed += id_ * N * (K // BLOCK * BYTES)
-        y += i * N
-        q += i // share * K
-        d += i // share * (K // SPAN)
-        s += i // share * (K // 16)
+        y += entry * N
+        x_row = entry // share
         if bias is not None:
             bias += id_ * N
-    n = tile * BN + tl.arange(0, BN)
-    row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
-    if EARLY:  # and lets nobody begin before it ends: who waits takes the place of programs that read
-        tl.extra.cuda.gdc_wait()
-    n_units = K // (16 * PLANES)
-    i = tl.arange(0, L)[None, :]
-    w = i % 4
-    lane = tl.arange(0, L // WORDS)[None, :] // (4 // WORDS)  # the unit whose scales a thread needs
+    T: tl.constexpr = 32 * WARPS
+    PER: tl.constexpr = 4 // WORDS  # threads of a unit
+    thread = tl.arange(0, T)
+    lane, w = thread // PER, (thread % PER * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    n_units, last = K // (16 * PLANES), K // BLOCK - 1
+    rows = ()
+    for one in tl.static_range(BN):
+        rows = rows + (packed + tl.minimum(tile * BN + one, N - 1).to(tl.int64) * (K // BLOCK * BYTES),)
+    if EARLY:  # W is there: the first of it comes nearer while x is being made
+        for one in tl.static_range(BN):
+            prefetch(rows[one] + tl.minimum(thread * 32, K // BLOCK * BYTES - 1))
+        tl.extra.cuda.gdc_wait()  # and lets nobody begin before it ends: who waits takes the place of who reads
     x_words = q.to(tl.pointer_type(tl.uint32))
     acc = ()
-    for _ in tl.static_range(ROWS):
-        acc = acc + (tl.zeros([BN, L // WORDS], tl.float32),)
-    UNROLL: tl.constexpr = 4 if ROWS == 1 else 1  # loads of the steps to come, while one is added up
-    for first in tl.range(0, n_units, L // 4, loop_unroll_factor=UNROLL):
-        at, u, start = blocks.place(tl.minimum(first + i // 4, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
+    for _ in tl.static_range(BN * ROWS):
+        acc = acc + (tl.zeros([T], tl.float32),)
+    for first in tl.range(0, n_units, T // PER, loop_unroll_factor=UNROLL):
+        at, u, start = blocks.place(first + lane, PLANES, WIDTH, BLOCK, BYTES, last)
         live = first + lane < n_units
-        lane_at, lane_u, lane_start = blocks.place(tl.minimum(first + lane, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
-        b = row + lane_at
-        words, scales, leasts = (), (), ()
-        for p in tl.static_range(PLANES):
-            words = words + (blocks.word(QTYPE, row + at, u, p, w, table, PTX),)  # [BN, L]
-            scales = scales + (blocks.scale(QTYPE, b, lane_u, p),)  # [BN, L / WORDS]
-            leasts = leasts + (blocks.least(QTYPE, b, lane_u, p),)
-        dw = tl.where(live, blocks.d(QTYPE, b, lane_u), 0.0)
-        if OFFSET:
-            counted = live if WORDS == 4 else live & (w == 0)  # once for a unit
-            low_d = tl.where(counted, blocks.dmin(QTYPE, b), 0.0)
-        sums = ()
-        for r in tl.static_range(ROWS):
-            m = tl.minimum(r, M - 1).to(tl.int64)
-            dots, lows = tl.zeros([BN, L // WORDS], tl.int32), tl.zeros([BN, L // WORDS], tl.float32)
+        words, scales, leasts, ds, lows = (), (), (), (), ()
+        for n in tl.static_range(BN):
+            b = rows[n] + at
             for p in tl.static_range(PLANES):
-                dot = _dot4(words[p], tl.load(x_words + m * (K // 4) + ((start + p * WIDTH) // 4 + w)), PTX)
-                if WORDS == 4:
-                    dot = tl.sum(tl.reshape(dot, [BN, L // 4, 4]), 2)
-                dots += dot * scales[p]
-                if OFFSET:
-                    lows += leasts[p] * tl.load(s + m * (K // 16) + (lane_start + p * WIDTH) // 16)
-            dx = tl.load(d + m * (K // SPAN) + lane_start // SPAN)
-            added = acc[r] + dots.to(tl.float32) * (dw * dx)
+                words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX),)
+                scales = scales + (blocks.scale(QTYPE, b, u, p),)
+                leasts = leasts + (blocks.least(QTYPE, b, u, p),)
+            ds = ds + (tl.where(live, blocks.d(QTYPE, b, u), 0.0),)
             if OFFSET:
-                added += lows * (low_d * dx if SPAN == 256 else low_d)
-            sums = sums + (added,)
-        acc = sums
+                counted = live & (thread % PER == 0)  # once for a unit
+                lows = lows + (tl.where(counted, blocks.dmin(QTYPE, b), 0.0),)
+        added = ()
+        for r in tl.static_range(ROWS):
+            m = x_row + tl.minimum(r, M - 1)
+            xs, sums = (), ()
+            for p in tl.static_range(PLANES):
+                e = start + p * WIDTH
+                xs = xs + (tl.load(x_words + (((e // 32 * R + m) * 8 + e % 32 // 4)[:, None] + w)),)
+                if OFFSET:
+                    sums = sums + (tl.load(s + ((e // SPAN * R + m) * (SPAN // 16) + e % SPAN // 16)),)
+            dx = tl.load(d + (start // SPAN * R + m))
+            for n in tl.static_range(BN):
+                dots, low = tl.zeros([T], tl.int32), tl.zeros([T], tl.float32)
+                for p in tl.static_range(PLANES):
+                    dot = dot4(words[n * PLANES + p], xs[p], tl.zeros([T, WORDS], tl.int32), PTX)
+                    dots += tl.sum(dot, 1) * scales[n * PLANES + p]
+                    if OFFSET:
+                        low += leasts[n * PLANES + p] * sums[p]
+                result = acc[r * BN + n] + dots.to(tl.float32) * (ds[n] * dx)
+                if OFFSET:
+                    result += low * (lows[n] * dx if SPAN == 256 else lows[n])
+                added = added + (result,)
+        acc = added
+    n_out = tile * BN + tl.arange(0, BN)
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, residual, total, r, M, N, n, known)
+        _store(y, tl.sum(_beside(acc, r * BN, BN), 0), bias, residual, total, r, M, N, n_out, known)
 
 
 @triton.jit
@@ -182,14 +180,46 @@ def few_rows_float_kernel(
                 sums = sums + (total,)
             acc = sums
     for r in tl.static_range(ROWS):
-        _store(y, acc[r], bias, None, None, r, M, N, n, known)
+        _store(y, tl.sum(acc[r], 1), bias, None, None, r, M, N, n, known)
 
 
-def _tile(kind: blocks.Layout, rows: int, K: int) -> tuple[int, int]:
-    """BN and warps: what was fastest on an H200 at the shapes of benchmarks/cuda.py."""
-    if rows == 1:
-        return (4 if K // kind.block * kind.bytes <= 1024 else 1), 1  # a short row is no work for a program
-    return (4 if rows >= 8 and kind.words == 1 else 2), 1
+_WORDS = {  # of a unit that a thread holds; one where a type is not named
+    ggml_types.Q4_K: 4,
+    ggml_types.Q5_K: 4,
+    ggml_types.Q6_K: 2,
+    ggml_types.Q8_0: 4,
+}
+
+
+def _tile(rows: int, total: int, K: int, row_bytes: int) -> tuple[int, int, int]:
+    """BN, WARPS and UNROLL: what was fastest on an H200 at the shapes of benchmarks/cuda.py. total: rows of W in all.
+
+    WARPS, which the order of sums depends on, is K's alone."""
+    warps = 2 if K >= 8192 else 1
+    if rows > 1:
+        return 2, warps, 1
+    return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, 2
+
+
+def _launch(
+    a: Rounded, w: Tensor, qtype: int, y: Tensor, lengths: list[int], apart: list[int], bias: Tensor | None,
+    residual: Tensor | None = None, total: Tensor | None = None, ids: Tensor | None = None, share: int = 1, E: int = 1,
+) -> None:  # fmt: skip
+    """lengths: rows of the matrices of a launch; apart: w1 to N2 of `few_rows_mma.part`."""
+    M, entries = (a.rows, 1) if ids is None else (1, len(ids))
+    with on_device(w):
+        if M > 1 and few_rows_mma.serves(qtype):
+            few_rows_mma.launch(a, w, qtype, y, bias, residual, total, lengths, apart)
+            return
+        rows = rows_for(M)
+        bn, warps, unroll = _tile(rows, sum(lengths) * entries, a.width, w.shape[-1])
+        few_rows_native_kernel[(sum(triton.cdiv(n, bn) for n in lengths), entries)](
+            y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, ids, share, E,
+            *apart, a.rows, M, lengths[0], a.width,
+            qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype)[:4], _WORDS.get(qtype, 1), a.span, rows,
+            bn, warps, unroll, PTX,
+            num_warps=warps, **early(w),
+        )  # fmt: skip
 
 
 def few_rows_native(
@@ -200,19 +230,11 @@ def few_rows_native(
     ids: int [n], of matrices qweight u8 [E, N, row_bytes] with bias [E, N], `share` of them for each row of x, however
     many -> [n, N].
     """
-    K, N = x.shape[1], qweight.shape[-2]
-    kind, a = blocks.layout(qtype), rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
-    M, grid, y = _result(x, N, ids)
+    N, a = qweight.shape[-2], rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
+    y = _result(x, N, ids)
     if y.numel():
-        rows = rows_for(M)
-        bn, warps = _tile(kind, rows, K)
-        with on_device(x):
-            few_rows_native_kernel[(triton.cdiv(N, bn), grid)](
-                y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, None, None,
-                ids, share, qweight.shape[0], 0, 0, 0, 0, 0, 0, M, N, K,
-                qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, 1, PTX,
-                num_warps=warps, **early(x),
-            )  # fmt: skip
+        E = 1 if ids is None else qweight.shape[0]
+        _launch(a, aligned(qweight, qtype), qtype, y, [N], [0] * 6, bias, ids=ids, share=share, E=E)
     return y
 
 
@@ -230,29 +252,22 @@ def few_rows_together(
 ) -> None:
     """x [M <= 16, K], as it is rounded, times up to PARTS matrices u8 [N, row_bytes] of one packed type, contiguous and
     aligned to 16 bytes, into ys f32 [M, N]. bias, and residual and total f32 [M, N], are a single matrix' only."""
-    (M, K), kind, y, w = a.q.shape, blocks.layout(qtype), ys[0], qweights[0]
-    rows = rows_for(M)
-    bn, warps = _tile(kind, rows, K)
+    y, w, lengths = ys[0], qweights[0], [len(each) for each in qweights]
     places = [[(other.data_ptr() - w.data_ptr()) // 16 for other in qweights[1:]]]
-    places += [[(other.data_ptr() - y.data_ptr()) // 4 for other in ys[1:]], [len(other) for other in qweights[1:]]]
+    places += [[(other.data_ptr() - y.data_ptr()) // 4 for other in ys[1:]], lengths[1:]]
     apart = [part for each in places for part in (*each, 0, 0)[: PARTS - 1]]
-    with on_device(w):
-        few_rows_native_kernel[(sum(triton.cdiv(len(other), bn) for other in qweights), 1)](
-            y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, None, 1, 1, *apart, M, len(w), K,
-            qtype, qtype in blocks.OFFSETS, *kind, a.span, rows, bn, 32 * warps * kind.words, len(qweights), PTX,
-            num_warps=warps, **early(w),
-        )  # fmt: skip
+    _launch(a, w, qtype, y, lengths, apart, bias, residual, total)
 
 
 def few_rows_float(
     x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor | None = None, share: int = 1
 ) -> Tensor:
     """The same in f32, with x as it is."""
-    K, N = x.shape[1], qweight.shape[-2]
-    M, grid, y = _result(x, N, ids)
+    (M, K), N = x.shape if ids is None else (1, x.shape[1]), qweight.shape[-2]
+    y = _result(x, N, ids)
     if y.numel():
         with on_device(x):
-            few_rows_float_kernel[(triton.cdiv(N, 4), grid)](
+            few_rows_float_kernel[(triton.cdiv(N, 4), 1 if ids is None else len(ids))](
                 y, x, x.stride(0), aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
                 ids, share, qweight.shape[0], M, N, K,
                 qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype), rows_for(M), 4, 128, PTX, num_warps=4,
@@ -260,7 +275,5 @@ def few_rows_float(
     return y
 
 
-def _result(x: Tensor, N: int, ids: Tensor | None) -> tuple[int, int, Tensor]:
-    """Rows of a program, programs beside each other, and the result."""
-    M, grid = (x.shape[0], 1) if ids is None else (1, len(ids))
-    return M, grid, torch.empty((M * grid, N), dtype=x.dtype, device=x.device)
+def _result(x: Tensor, N: int, ids: Tensor | None) -> Tensor:
+    return torch.empty((len(x if ids is None else ids), N), dtype=x.dtype, device=x.device)

@@ -17,7 +17,7 @@ WIDEST = 16384  # columns of a norm that a program holds in registers
 
 @triton.jit
 def norm_round_kernel(
-    y, q, d, s, x, weight, C, eps,
+    y, q, d, s, x, weight, M, C, eps,
     LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program owns a row of C columns, in BLOCKS blocks or fewer."""
@@ -32,12 +32,12 @@ def norm_round_kernel(
     v = tl.load(x + m * C + at, mask=live[:, None], other=0.0)
     v *= tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / C + eps) * gain
     tl.store(y + m * C + at, v, mask=live[:, None])
-    round_blocks(v, q, d, s, m, block, live, C, LATTICE, SPAN, BLOCKS)
+    round_blocks(v, q, d, s, m, block, live, M, LATTICE, SPAN, BLOCKS)
 
 
 @triton.jit
 def act_round_kernel(
-    y, q, d, s, gate, gate_stride, up, up_stride, C,
+    y, q, d, s, gate, gate_stride, up, up_stride, M, C,
     ACT: tl.constexpr, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCKS blocks of a row."""
@@ -54,7 +54,7 @@ def act_round_kernel(
         v = x * v
     v *= u
     tl.store(y + m * C + at, v, mask=live[:, None])
-    round_blocks(v, q, d, s, m, block, live, C, LATTICE, SPAN, BLOCKS)
+    round_blocks(v, q, d, s, m, block, live, M, LATTICE, SPAN, BLOCKS)
 
 
 def norm_rounded(y: Tensor, x: Tensor, weight: Tensor | None, eps: float, lattice: int) -> Rounded:
@@ -63,7 +63,7 @@ def norm_rounded(y: Tensor, x: Tensor, weight: Tensor | None, eps: float, lattic
     count = triton.next_power_of_2(C // a.span)
     with on_device(x):
         norm_round_kernel[(M,)](
-            y, a.q, a.d, a.s, x, weight, C, eps, lattice, a.span, count,
+            y, a.q, a.d, a.s, x, weight, M, C, eps, lattice, a.span, count,
             num_warps=max(1, min(16, count * a.span // 256)), enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
     return a
@@ -75,7 +75,7 @@ def act_rounded(y: Tensor, gate: Tensor, up: Tensor, act: int, lattice: int) -> 
     count = 1024 // a.span
     with on_device(gate):
         act_round_kernel[(M, triton.cdiv(C // a.span, count))](
-            y, a.q, a.d, a.s, gate, gate.stride(0), up, up.stride(0), C, act, lattice, a.span, count,
+            y, a.q, a.d, a.s, gate, gate.stride(0), up, up.stride(0), M, C, act, lattice, a.span, count,
             num_warps=4, enable_fp_fusion=ROUNDS, **early(gate),
         )  # fmt: skip
     return a

@@ -4,7 +4,7 @@ A dispatch mode sees the ops one by one. Those that it knows it does not launch 
 nobody can read before, and waits for what comes next.
 
     products of few rows with one x     one rounding of x; matrices of one type in one launch; a sum behind one of them
-    norm, gated activation              with the rounding that the product behind them wants
+    norm, gated activation, attention   with the rounding that the product behind them wants
     rotations of q and k                with the writing of k and v
 
 Any other op, a view aside, launches what is waiting first. Every result is written as ever, whoever may want it.
@@ -19,16 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dasllama_torch.ops import ggml_types, kv_codecs
 from dasllama_torch.ops.gated_act import gated_act as act_op
 from dasllama_torch.ops.kv_write import kv_write as kv_write_op
+from dasllama_torch.ops.paged_attention import paged_attention as attention_op
 from dasllama_torch.ops.quant_linear import _check_all as check_linear
 from dasllama_torch.ops.quant_linear import quant_linear as linear_op
 from dasllama_torch.ops.registry import count_call, provide_fusion
 from dasllama_torch.ops.rms_norm import rms_norm as norm_op
 from dasllama_torch.ops.rope import rope as rope_op
+from dasllama_torch.triton_kernels.combine_round import can_round, combine_rounded
 from dasllama_torch.triton_kernels.few_rows import PARTS, few_rows_together
 from dasllama_torch.triton_kernels.fused_round import WIDEST, act_rounded, norm_rounded
 from dasllama_torch.triton_kernels.gated_act import activate
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import heads_of, rows_of
+from dasllama_torch.triton_kernels.paged_attention import Shared, attend, is_served
 from dasllama_torch.triton_kernels.quant_linear import few
 from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 from dasllama_torch.triton_kernels.rms_norm import normalize
@@ -82,10 +85,21 @@ class _Products:
 
 
 @dataclass
-class _Norm:
-    """A norm, which the products behind it may want rounded."""
+class _Roundable:
+    """A result that the products behind it may want rounded, as rows of `width`."""
 
     y: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.y.shape[-1]
+
+    def can_round(self, lattice: int) -> bool:
+        return True
+
+
+@dataclass
+class _Norm(_Roundable):
     args: tuple
 
     def launch(self) -> None:
@@ -99,10 +113,7 @@ class _Norm:
 
 
 @dataclass
-class _Act:
-    """A gated activation, likewise."""
-
-    y: Tensor
+class _Act(_Roundable):
     args: tuple
 
     def launch(self) -> None:
@@ -113,6 +124,28 @@ class _Act:
         gate, up, act = self.args
         count_call("gated_act", "triton/act_round")
         return act_rounded(rows_of(self.y), rows_of(gate), rows_of(up), act, lattice)
+
+
+@dataclass
+class _Attention(_Roundable):
+    """The sum of what programs found that share the keys of rows."""
+
+    shared: Shared
+
+    @property
+    def width(self) -> int:
+        return self.y.shape[-2] * self.y.shape[-1]
+
+    def can_round(self, lattice: int) -> bool:
+        return can_round(self.shared, lattice)
+
+    def launch(self) -> None:
+        count_call("paged_attention", "triton/shared")
+        self.shared.combine()
+
+    def launch_rounded(self, lattice: int) -> Rounded:
+        count_call("paged_attention", "triton/shared_round")
+        return combine_rounded(self.shared, lattice)
 
 
 @dataclass
@@ -134,7 +167,7 @@ class Fusion(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._waiting: _Products | _Norm | _Act | _Rotations | None = None
+        self._waiting: _Products | _Roundable | _Rotations | None = None
         self._rounded: tuple[Tensor, int, Rounded] | None = None  # the last x that was rounded: nobody writes to it
         self._handlers = {
             linear_op: self._linear,
@@ -143,6 +176,7 @@ class Fusion(TorchDispatchMode):
             act_op: self._act,
             rope_op: self._rope,
             kv_write_op: self._kv_write,
+            attention_op: self._attend,
         }
 
     @classmethod
@@ -192,7 +226,8 @@ class Fusion(TorchDispatchMode):
 
     def _round(self, x: Tensor, lattice: int) -> Rounded:
         waiting, last = self._waiting, self._rounded
-        if isinstance(waiting, _Norm | _Act) and _same(x, waiting.y) and x.shape[-1] == waiting.y.shape[-1]:
+        fits = isinstance(waiting, _Roundable) and waiting.can_round(lattice)
+        if fits and _same(x, waiting.y) and x.shape[-1] == waiting.width:
             self._waiting = None
             a = waiting.launch_rounded(lattice)
         elif last is not None and _same(x, last[0]) and x.shape[-1] == last[0].shape[-1] and lattice == last[1]:
@@ -228,6 +263,18 @@ class Fusion(TorchDispatchMode):
             return False, None
         self._launch(_Act(gate.new_empty(gate.shape), (gate, up, act)))
         return True, self._waiting.y
+
+    def _attend(self, *args):
+        q, v_codec = args[0], args[12]
+        if not _is_plain(q) or kv_codecs.CODECS[v_codec].rotated or not is_served(*args):
+            return False, None
+        self._launch()
+        y, shared = attend(*args)
+        if shared is None:
+            count_call("paged_attention", "triton")
+        else:
+            self._waiting = _Attention(y, shared)
+        return True, y
 
     def _rope(self, x, cos, sin):
         (T, half), D = cos.shape, x.shape[-1]

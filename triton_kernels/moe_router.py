@@ -15,17 +15,9 @@ from dasllama_torch.ops.moe_router import moe_router as op
 from dasllama_torch.ops.registry import count_call, implement
 from dasllama_torch.triton_kernels.functions import exp, logistic
 from dasllama_torch.triton_kernels.launch import on_device, rows_of
+from dasllama_torch.triton_kernels.ordering import LAST, rank
 
 SIGMOID, TINY = tl.constexpr(formulas.SIGMOID), tl.constexpr(formulas._TINY)
-LAST = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _rank(v, i):
-    """A number for each score v f32 of the expert i: larger is better."""
-    bits = tl.where(v == 0, 0.0, v).to(tl.int32, bitcast=True)
-    order = tl.where(v != v, 0x7FFFFFFF, bits ^ (bits >> 31 & 0x7FFFFFFF))
-    return order.to(tl.int64) << 32 | (0x7FFFFFFF - i)
 
 
 @triton.jit
@@ -40,13 +32,13 @@ def moe_router_kernel(
     v = tl.load(logits + t * stride + i, mask=live, other=0.0).to(tl.float32)
     score = logistic(v) if GATE == SIGMOID else v
     choice = score if bias is None else score + tl.load(bias + i, mask=live, other=0.0)
-    rank = tl.where(live, _rank(choice, i), LAST)
+    order = tl.where(live, rank(choice, i), LAST)
     chosen, expert = tl.zeros([KP], tl.float32), tl.zeros([KP], tl.int64)
     for n in range(k):
-        best = 0x7FFFFFFF - (tl.max(rank, 0) & 0x7FFFFFFF)
+        best = 0x7FFFFFFF - (tl.max(order, 0) & 0x7FFFFFFF)
         chosen = tl.where(j == n, tl.sum(tl.where(i == best, score, 0.0), 0), chosen)
         expert = tl.where(j == n, best, expert)
-        rank = tl.where(i == best, LAST, rank)
+        order = tl.where(i == best, LAST, order)
     if GATE != SIGMOID:
         top = tl.sum(tl.where(j == 0, chosen, 0.0), 0)  # NaN if any is
         chosen = tl.where(j < k, exp(chosen - top), 0.0)

@@ -15,6 +15,8 @@ range: a GPU cannot raise without waiting for it. Codes are decoded in the tile,
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +49,7 @@ def _product(a, b, acc):
 
 
 @triton.jit
-def _finish(acc, top, total, sinks, h, live):
+def finish(acc, top, total, sinks, h, live):
     """Sum, maximum and denominator of rows of heads h -> the softmax's result; nothing seen gives zero."""
     if sinks is not None:
         sink = tl.load(sinks + h, mask=live, other=0.0)
@@ -60,8 +62,8 @@ def _finish(acc, top, total, sinks, h, live):
 @triton.jit
 def paged_attention_kernel(
     out, tops, totals, q, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
-    block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
-    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
+    block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split,
+    R: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
     BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]."""
@@ -95,13 +97,21 @@ def paged_attention_kernel(
         first, stop = tl.min(tl.where(mine, begin, NEVER), 0), tl.max(tl.where(mine, end, 0), 0)
         for j0 in range(first // BK * BK, stop, BK):
             j = j0 + tl.arange(0, BK)
-            wanted = (j >= first) & (j < stop)
-            page = tl.load(block_table + s.to(tl.int64) * B + j // R, mask=wanted, other=-1)
-            there = (page >= 0) & (page < P)
-            page = tl.where(there, page, 0).to(tl.int64)
-            k_at = (page * k_page + j % R * k_slot)[None, :]
+            pages = block_table + s.to(tl.int64) * B
+            if R % BK == 0:  # all in one
+                page = tl.load(pages + j0 // R)
+                known = (page >= 0) & (page < P)
+                there = (j >= first) & (j < tl.where(known, stop, 0))
+                row = j0 % R + tl.arange(0, BK)
+            else:
+                page = tl.load(pages + j // R, mask=(j >= first) & (j < stop), other=-1)
+                known = (page >= 0) & (page < P)
+                there = known
+                row = j % R
+            page = tl.where(known, page, 0).to(tl.int64)
+            k_at = (page * k_page + row * k_slot)[None, :]
             k = kv_codecs.load(k_cache + k_at, d[:, None], there[None, :] & (d < D)[:, None], K_CODEC)
-            v_at = (page * v_page + j % R * v_slot)[:, None]
+            v_at = (page * v_page + row * v_slot)[:, None]
             v = kv_codecs.load(v_cache + v_at, dv[None, :], there[:, None] & (dv < Dv)[None, :], V_CODEC)
             score = _product(qs, k, tl.zeros([BM * GP, BK], tl.float32)) * scale
             if softcap > 0:
@@ -127,10 +137,29 @@ def paged_attention_kernel(
         tl.store(totals + at, total, mask=live)
     else:
         at = t.to(tl.int64) * H + h
-        acc = _finish(acc, top, total, sinks, h, live)
+        acc = finish(acc, top, total, sinks, h, live)
     tl.store(
         out + at[:, None] * Dv + dv[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (dv < Dv)[None, :]
     )
+
+
+@triton.jit
+def merge(acc, top, total, parts, tops, totals, at, dv, Dv, DVP: tl.constexpr, rows, first, splits,
+          SPLITS: tl.constexpr):  # fmt: skip
+    """Sums [N, DVP], maxima and denominators [N] of rows' heads `at`, with those of SPLITS programs from `first` on."""
+    z = first + tl.arange(0, SPLITS)[:, None]
+    from_ = at[None, :] + z.to(tl.int64) * rows
+    live = z < splits
+    # Where nothing is seen the part is written too, as zeros: it need not wait for its maximum to be read.
+    wanted = live[:, :, None] & (dv < Dv)[None, :, :]
+    part = tl.load(parts + from_[:, :, None] * Dv + dv[None, :, :], mask=wanted, other=0.0)
+    tops_z = tl.load(tops + from_, mask=live, other=float("-inf"))
+    totals_z = tl.load(totals + from_, mask=live, other=0.0)
+    most = tl.maximum(top, tl.max(tops_z, 0))
+    finite = tl.where(most == float("-inf"), 0.0, most)
+    mine, theirs = exp(top - finite), exp(tops_z - finite[None, :])
+    acc = acc * mine[:, None] + tl.sum(part * theirs[:, :, None], 0)
+    return acc, most, total * mine + tl.sum(totals_z * theirs, 0)
 
 
 @triton.jit
@@ -140,24 +169,37 @@ def combine_kernel(
 ):  # fmt: skip
     """parts f32 [splits, T, H, Dv] with tops and totals [splits, T, H] -> out [T, H, Dv]; rows = T * H."""
     await_inputs(EARLY)
-    at = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
     dv = tl.arange(0, DVP)[None, :]
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     acc = tl.zeros([1, DVP], tl.float32)
     for first in range(0, splits, SPLITS):
-        z = first + tl.arange(0, SPLITS)
-        from_ = at + z.to(tl.int64) * rows
-        tops_z = tl.load(tops + from_, mask=z < splits, other=float("-inf"))
-        totals_z = tl.load(totals + from_, mask=z < splits, other=0.0)
-        most = tl.maximum(top, tl.max(tops_z, 0))
-        finite = tl.where(most == float("-inf"), 0.0, most)
-        mine, theirs = exp(top - finite), exp(tops_z - finite)
-        some = (tops_z > float("-inf")) | (totals_z != 0)  # NaN too
-        part = tl.load(parts + from_[:, None] * Dv + dv, mask=some[:, None] & (dv < Dv), other=0.0)
-        acc = acc * mine[:, None] + tl.sum(part * theirs[:, None], 0)[None, :]
-        total, top = total * mine + tl.sum(totals_z * theirs, 0), most
-    acc = _finish(acc, top, total, sinks, at % H + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1))
-    tl.store(out + at * Dv + dv, acc.to(out.dtype.element_ty), mask=dv < Dv)
+        acc, top, total = merge(acc, top, total, parts, tops, totals, at, dv, Dv, DVP, rows, first, splits, SPLITS)
+    acc = finish(acc, top, total, sinks, at % H, tl.full([1], 1, tl.int1))
+    tl.store(out + at[:, None] * Dv + dv, acc.to(out.dtype.element_ty), mask=dv < Dv)
+
+
+class Shared(NamedTuple):
+    """What programs that share rows found, and where their sum goes."""
+
+    out: Tensor  # [..., H, Dv]
+    sums: Tensor  # f32 [splits, T, H, Dv]
+    tops: Tensor  # f32 [splits, T, H]
+    totals: Tensor
+    sinks: Tensor | None
+
+    @property
+    def chunk(self) -> int:
+        """How many of the programs are added up at once."""
+        return min(64, triton.next_power_of_2(len(self.sums)))
+
+    def combine(self) -> None:
+        splits, T, H, Dv = self.sums.shape
+        with on_device(self.out):
+            combine_kernel[(T * H,)](
+                self.out, self.sums, self.tops, self.totals, self.sinks, T * H, H, Dv, splits,
+                self.chunk, triton.next_power_of_2(max(Dv, 16)), num_warps=4, **early(self.out),
+            )  # fmt: skip
 
 
 def _tile(T: int, S: int, gp: int, wide: bool) -> tuple[int, int, int]:
@@ -214,12 +256,28 @@ def paged_attention(
     v_codec: int,
     v_dim: int,
 ) -> Tensor:
+    args = (q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks)
+    if not is_served(*args, k_codec, v_codec, v_dim):
+        return fall_back(op, (*args, k_codec, v_codec, v_dim), {}, "codes at odd addresses")
+    out, shared = attend(*args, k_codec, v_codec, v_dim)
+    count_call("paged_attention", "triton" if shared is None else "triton/shared")
+    if shared is not None:
+        shared.combine()
+    return kv_codecs.turned_back(out, v_dim, q.dtype) if CODECS[v_codec].rotated else out
+
+
+def is_served(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks,
+              k_codec, v_codec, v_dim) -> bool:  # fmt: skip
+    """Whether the op's arguments, which must be right, are what these kernels take."""
     check("paged_attention", "q", q, k_cache)
     check_caches("paged_attention", k_cache, v_cache, k_codec, v_codec, q.shape[-1], v_dim)
     _check(q, k_cache, block_table, {"row_seq": row_seq, "row_pos": row_pos, "row_end": row_end}, sinks)
-    if not (kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)):
-        args = (q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks)
-        return fall_back(op, (*args, k_codec, v_codec, v_dim), {}, "codes at odd addresses")
+    return kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)
+
+
+def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks,
+           k_codec, v_codec, v_dim) -> tuple[Tensor, Shared | None]:  # fmt: skip
+    """The op's result [..., H, Dv], still rotated if the codec is, and what is to be combined into it, if anything."""
     (P, G, R, _), H = k_cache.shape, q.shape[-2]
     (S, B), heads = block_table.shape, kv_codecs.queries(heads_of(q), k_codec)
     T, _, D = heads.shape
@@ -227,7 +285,7 @@ def paged_attention(
     Dv, dtype = (CODECS[v_codec].width(v_dim), torch.float32) if rotated else (v_dim, q.dtype)
     out = torch.empty((*q.shape[:-1], Dv), dtype=dtype, device=q.device)
     if not out.numel():
-        return out.new_empty((*q.shape[:-1], v_dim), dtype=q.dtype)
+        return out, None
     gp = min(triton.next_power_of_2(H // G), ROWS)
     parts = triton.cdiv(H // G, gp)
     halves = k_cache.dtype == v_cache.dtype == torch.float16
@@ -239,23 +297,19 @@ def paged_attention(
     wanted = (2 if bm == 1 else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card
     split = min(MOST, bk * triton.cdiv(longest, bk * wanted)) if wanted > 1 else longest
     splits = triton.cdiv(longest, split)
-    shared = splits > 1
-    count_call("paged_attention", "triton/shared" if shared else "triton")
-    sums, tops, totals = out, None, None
-    if shared:
+    shared = None
+    if splits > 1:
         sums = torch.empty((splits, T, H, Dv), dtype=torch.float32, device=q.device)
         tops, totals = (torch.empty((splits, T, H), dtype=torch.float32, device=q.device) for _ in range(2))
+        shared = Shared(out, sums, tops, totals, sinks)
     with on_device(q):
         paged_attention_kernel[(tiles, G * parts, splits)](
-            sums, tops, totals, heads, heads.stride(0), heads.stride(1),
+            *((shared.sums, shared.tops, shared.totals) if shared else (out, None, None)),
+            heads, heads.stride(0), heads.stride(1),
             k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
             block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
-            T, H, G, D, Dv, P, R, S, B, parts, scale, window, softcap, split,
-            k_codec, v_codec, shared, bm, max(gp, 16 // bm), bk, dp, dvp,
+            T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split, R,
+            k_codec, v_codec, shared is not None, bm, max(gp, 16 // bm), bk, dp, dvp,
             num_warps=warps, num_stages=stages, **early(q),
         )  # fmt: skip
-        if shared:
-            combine_kernel[(T * H,)](
-                out, sums, tops, totals, sinks, T * H, H, Dv, splits, 16, dvp, num_warps=2, **early(q)
-            )
-    return kv_codecs.turned_back(out, v_dim, q.dtype) if rotated else out
+    return out, shared

@@ -1,29 +1,30 @@
 """y = x W^T + bias with packed W: which kernel multiplies how many rows.
 
 native, few rows: integer dots on the CPU's activation lattice (`few_rows.py`), equal to the CPU's results but for the
-order of f32 sums. native, more rows: x and W rounded to bf16 (f16 if x is), products on the tensor cores, f32 sums; W
-is decoded into scratch, once, and the library multiplies, which was faster than tiles that decode W for themselves. Not
-native: f32 throughout. Float weights go to the library, which takes them as they are.
+order of f32 sums. native, more rows: x and W rounded to bf16 or f16 (`ops/halves.py`), products on tensor cores, f32
+sums; W is decoded into scratch, once, and the library multiplies, which was faster than tiles that decode W for
+themselves. Not native: f32 throughout. Float weights go to the library, which takes them as they are.
 """
 
 import torch
 from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops.halves import half_of
 from dasllama_torch.ops.quant_linear import _check_all as check
 from dasllama_torch.ops.quant_linear import _fake_backward as check_backward
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
 from dasllama_torch.ops.registry import count_call, implement
-from dasllama_torch.triton_kernels import blocks
+from dasllama_torch.triton_kernels import blocks, few_rows_mma
 from dasllama_torch.triton_kernels.dequantize import floats, unpack
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
 from dasllama_torch.triton_kernels.launch import rows_of
 
 
-def few(qtype: int) -> int:
+def few(qtype: int, native: bool = True) -> int:
     """Up to how many rows `few_rows.py` is the faster way."""
-    return 16 if blocks.layout(qtype).words == 4 else 8
+    return 16 if (few_rows_mma.serves(qtype) if native else blocks.layout(qtype).words == 4) else 8
 
 
 @implement(op, "CUDA")
@@ -32,12 +33,12 @@ def quant_linear(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, na
     rows = rows_of(x)
     if ggml_types.GGML_TYPES[qtype].is_float:
         kernel, y = "torch", _product(rows, floats(qweight, qtype), native)
-    elif rows.shape[0] <= few(qtype):
+    elif rows.shape[0] <= few(qtype, native):
         multiply = few_rows_native if native else few_rows_float
         kernel, y = f"triton/{multiply.__name__}", multiply(rows, qweight, qtype, bias)
     else:
-        half = x.dtype if x.dtype != torch.float32 else torch.bfloat16
-        kernel, y = "triton/unpack", _product(rows, unpack(qweight, qtype, half if native else torch.float32), native)
+        dtype = half_of(x) if native else torch.float32
+        kernel, y = "triton/unpack", _product(rows, unpack(qweight, qtype, dtype), native)
     count_call("quant_linear", kernel)
     if bias is not None and kernel in ("torch", "triton/unpack"):
         y = y + bias

@@ -1,9 +1,10 @@
 """Activations rounded to a lattice of integers, bit for bit as `ops.lattices` says.
 
 A program owns BLOCKS blocks of one row, of SPAN elements each: the largest magnitude of a block gives d and q = x / d.
-Arrays lie apart, as integer dots read them: q int8 [M, K], d f32 [M, K / SPAN] and, for types with offsets, s
-f32 [M, K / 16], the sums that `least` multiplies: of 16 elements q on Q8_K; on Q8_1 it is d * sum(q) of 32 elements,
-rounded to f16, which stands with the first 16 and zero with the others.
+Arrays lie apart, as integer dots read them, pieces of all rows beside each other: q int8 [K / 32, M, 32],
+d f32 [K / SPAN, M] and, for types with offsets, s f32 [K / SPAN, M, SPAN / 16], the sums that `least` multiplies: of 16
+elements q on Q8_K; on Q8_1 it is d * sum(q) of 32 elements, rounded to f16, which stands with the first 16 and zero
+with the others.
 """
 
 from typing import NamedTuple
@@ -28,17 +29,25 @@ ROUNDS = False  # enable_fp_fusion: products must round before 1.5 * 2^23 is add
 class Rounded(NamedTuple):
     """M rows on a lattice, whose blocks have `span` elements."""
 
-    q: Tensor  # int8 [M, K]
-    d: Tensor  # f32 [M, K / span]
-    s: Tensor  # f32 [M, K / 16]
+    q: Tensor  # int8 [K / 32, M, 32]
+    d: Tensor  # f32 [K / span, M]
+    s: Tensor  # f32 [K / span, M, span / 16]
     span: int
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def width(self) -> int:
+        return 32 * len(self.q)
 
 
 @triton.jit
 def round_blocks(
-    v, q_out, d_out, s_out, m, block, live, K, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
+    v, q_out, d_out, s_out, m, block, live, M, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """v f32 [BLOCKS, SPAN], `block`s of row m, those that are live, to their places."""
+    """v f32 [BLOCKS, SPAN], `block`s of row m of M, those that are live, to their places."""
     # Magnitudes compare as integers, where NaN is above all numbers; of equal ones the first decides the sign in Q8_K.
     i = tl.arange(0, SPAN)[None, :]
     bits = v.to(tl.int32, bitcast=True)
@@ -57,7 +66,8 @@ def round_blocks(
     scaled = v * inverse[:, None]
     whole = (scaled + 12582912.0) - 12582912.0
     q = tl.where(tl.abs(whole) <= 127, whole, 0.0).to(tl.int32)
-    tl.store(q_out + m * K + block[:, None] * SPAN + i, q.to(tl.int8), mask=live[:, None])
+    piece = block[:, None] * (SPAN // 32) + i // 32
+    tl.store(q_out + (piece * M + m) * 32 + i % 32, q.to(tl.int8), mask=live[:, None])
 
     sums = tl.sum(tl.reshape(q, [BLOCKS, SPAN // 16, 16]), 2)
     half = tl.arange(0, SPAN // 16)[None, :]
@@ -67,13 +77,14 @@ def round_blocks(
         total = (d * tl.sum(sums, 1).to(tl.float32)).to(tl.float16).to(tl.float32)
         s = tl.where(half == 0, total[:, None], 0.0)
         d = d.to(tl.float16).to(tl.float32)
-    tl.store(d_out + m * (K // SPAN) + block, d, mask=live)
-    tl.store(s_out + m * (K // 16) + block[:, None] * (SPAN // 16) + half, s, mask=live[:, None])
+    at = block * M + m
+    tl.store(d_out + at, d, mask=live)
+    tl.store(s_out + at[:, None] * (SPAN // 16) + half, s, mask=live[:, None])
 
 
 @triton.jit
 def quantize_activation_kernel(
-    q_out, d_out, s_out, x, x_stride, K,
+    q_out, d_out, s_out, x, x_stride, M, K,
     LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
@@ -82,15 +93,15 @@ def quantize_activation_kernel(
     live = block < K // SPAN
     at = block[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     v = tl.load(x + m * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
-    round_blocks(v, q_out, d_out, s_out, m, block, live, K, LATTICE, SPAN, BLOCKS)
+    round_blocks(v, q_out, d_out, s_out, m, block, live, M, LATTICE, SPAN, BLOCKS)
 
 
 def unrounded(M: int, K: int, lattice: int, device: torch.device) -> Rounded:
     """Memory for M rows on Q8_0, Q8_1 or Q8_K."""
     span = ggml_types.GGML_TYPES[lattice].block
-    q = torch.empty((M, K), dtype=torch.int8, device=device)
-    d = torch.empty((M, K // span), dtype=torch.float32, device=device)
-    s = torch.empty((M, K // 16), dtype=torch.float32, device=device)
+    q = torch.empty((K // 32, M, 32), dtype=torch.int8, device=device)
+    d = torch.empty((K // span, M), dtype=torch.float32, device=device)
+    s = torch.empty((K // span, M, span // 16), dtype=torch.float32, device=device)
     return Rounded(q, d, s, span)
 
 
@@ -101,7 +112,7 @@ def rounded(x: Tensor, lattice: int) -> Rounded:
     if x.numel():
         with on_device(x):
             quantize_activation_kernel[(M, triton.cdiv(K // a.span, count))](
-                a.q, a.d, a.s, x, x.stride(0), K, lattice, a.span, count,
+                a.q, a.d, a.s, x, x.stride(0), M, K, lattice, a.span, count,
                 num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
             )  # fmt: skip
     return a
@@ -120,11 +131,12 @@ def quantize_activation(x: Tensor, lattice: int) -> Tensor:
     def of_blocks(t: Tensor, size: int) -> Tensor:
         return t.contiguous().view(torch.uint8).view(-1, size)
 
-    parts = [of_blocks(r.q, row.block)]
+    q = r.q.transpose(0, 1).contiguous()
+    parts = [of_blocks(q, row.block)]
     if lattice == ggml_types.Q8_K:
-        sums = r.q.view(-1, 16).sum(-1, dtype=torch.int16)
-        parts = [of_blocks(r.d, 4), *parts, of_blocks(sums, 32)]
+        sums = q.view(-1, 16).sum(-1, dtype=torch.int16)
+        parts = [of_blocks(r.d.T, 4), *parts, of_blocks(sums, 32)]
     else:
-        s = [of_blocks(r.s[:, ::2].half(), 2)] if lattice == ggml_types.Q8_1 else []
-        parts = [of_blocks(r.d.half(), 2), *s, *parts]
+        s = [of_blocks(r.s[..., 0].T.half(), 2)] if lattice == ggml_types.Q8_1 else []
+        parts = [of_blocks(r.d.T.half(), 2), *s, *parts]
     return torch.cat(parts, 1).view(*x.shape[:-1], row.row_bytes(x.shape[-1]))

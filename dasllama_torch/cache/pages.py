@@ -34,6 +34,11 @@ class PageAllocator:
             runs.append((first, page + 1))
         return runs
 
+    def used_runs(self) -> list[tuple[int, int]]:
+        """The pages that are not free, likewise."""
+        ends = [0, *(at for run in self.free_runs() for at in run), len(self._holders)]
+        return [(first, end) for first, end in zip(ends[::2], ends[1::2], strict=True) if first < end]
+
     def holders(self, page: int) -> int:
         return self._holders[page]
 

@@ -3,7 +3,8 @@ both on demand, and may hold them together."""
 
 import math
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -64,8 +65,9 @@ class KVPool:
 
     layers: what each layer keeps, None for a layer that keeps nothing. kv_dtype: how keys and values are kept, a name
     of `ops.kv_codecs.KV_CODECS`, or a pair of names for the two if they differ. codecs: the pair's rows of that table.
-    A page costs memory only once it has been written, or on a device handed out, and no growth moves one. `pool[i]` is
-    the cache of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all
+    device: where it lies, or a list of where each layer's part does; where that are several, steps are made on the CPU.
+    A page costs memory only once it has been written, or on a GPU handed out, and no growth moves one. `pool[i]` is the
+    cache of layer i. groups: the kinds of pages. states: slots of recurrent states, `state_bytes` each over all
     layers; None if no layer has one. A page or slot of several holders is only read. A prefix cache may keep pages and
     slots beyond their holders; it gives them back when sessions need the room. Not thread-safe.
     """
@@ -75,7 +77,7 @@ class KVPool:
         layers: list[CacheSpec | StateSpec | None],
         kv_dtype: str | tuple[str, str],
         max_bytes: int,
-        device,
+        device: torch.device | str | Sequence[torch.device | str],
         page_rows: int = 64,
     ):
         self.codecs = codec_pair(kv_dtype)
@@ -83,7 +85,6 @@ class KVPool:
             raise ValueError(f"page_rows is {page_rows}, wanted 1 or more")
         self.layers, self.max_bytes, self.page_rows = layers, max_bytes, page_rows
         self.kv_dtype = pair_name(self.codecs)
-        self.device = torch.device(device)
         windows = sorted({spec.window for spec in layers if isinstance(spec, CacheSpec)})
         self.groups = [self._group(layers, window) for window in windows]
         self.state_bytes = sum(4 * spec.numel for spec in layers if isinstance(spec, StateSpec))
@@ -92,12 +93,7 @@ class KVPool:
         if max_bytes < least:
             raise ValueError(f"max_bytes is {max_bytes}, wanted {least} or more: what a session of one token holds")
         self._tree: weakref.ref[PrefixTree] | None = None
-        # What takes bytes [first, end) from a piece of memory, with the bytes of a page or slot there.
-        self._releases: list[tuple[Callable[[int, int], None], int, PageAllocator]] = []
-        # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
-        with torch.inference_mode(False):
-            self._memory = [self._pages(group) for group in self.groups]
-            self._layers = self._make(windows)
+        self._lie_on(device)
 
     def _group(self, layers, window: int) -> PageGroup:
         specs = [spec for spec in layers if isinstance(spec, CacheSpec) and spec.window == window]
@@ -112,49 +108,98 @@ class KVPool:
         parts = (codec.row_bytes(dim) for codec, dim in zip(self.codecs, (spec.k_dim, spec.v_dim), strict=True))
         return tuple(-(-rows * part // unit) * unit for part in parts)
 
-    def _pages(self, group: PageGroup) -> Tensor:
-        """A page of a group is one run of memory, all its layers' keys and values one after the other: what belongs to
-        one position lies together, and a new page touches the fewest pages of the system."""
-        return self._tensor(group.pages, (group.page_bytes,), torch.uint8, huge=True)
+    def _lie_on(self, device) -> None:
+        """Take address space for all layers, on one device or on each one's own."""
+        named = [device] * len(self.layers) if isinstance(device, torch.device | str) else list(device)
+        devices = [torch.device(name) for name in named]
+        windows = [group.window for group in self.groups]
+        # What takes bytes [first, end) from a piece of memory, with the bytes of a page or slot there.
+        self._releases: list[tuple[Callable[[int, int], None], int, PageAllocator]] = []
+        # Caches must not be inference tensors, whatever mode the caller is in: a gradient may read them later.
+        with torch.inference_mode(False):
+            # A page of a group is one run of memory on a device, all its layers' keys and values one after the other:
+            # what belongs to one position lies together, and a new page touches the fewest pages of the system.
+            self._memory = [{} for _ in windows]
+            for group, memory in zip(self.groups, self._memory, strict=True):
+                for there in dict.fromkeys(devices):
+                    specs = [
+                        spec
+                        for spec, own in zip(self.layers, devices, strict=True)
+                        if own == there and isinstance(spec, CacheSpec) and spec.window == group.window
+                    ]
+                    if nbytes := sum(sum(self._part_bytes(spec)) for spec in specs):
+                        memory[there] = self._tensor(group.pages, (nbytes,), torch.uint8, there, huge=True)
+            self._layers = self._make(windows, devices)
+        self.devices, self.device = devices, devices[0] if len(set(devices)) == 1 else torch.device("cpu")
 
-    def _make(self, windows: list[int]) -> list[PagedKV | RecurrentState | None]:
-        taken = [0] * len(windows)  # bytes of a page
+    def _make(self, windows: list[int], devices: list[torch.device]) -> list[PagedKV | RecurrentState | None]:
+        taken = Counter()  # bytes of a page, by group and device
 
-        def paged(group: int, codec: KVCodec, heads: int, dim: int, nbytes: int) -> Tensor:
+        def paged(group: int, there: torch.device, codec: KVCodec, heads: int, dim: int, nbytes: int) -> Tensor:
             shape = heads, self.page_rows, codec.row(dim)
-            first = taken[group]
-            taken[group] += nbytes
-            part = self._memory[group][:, first : first + math.prod(shape) * codec.dtype.itemsize]
+            first = taken[group, there]
+            taken[group, there] += nbytes
+            part = self._memory[group][there][:, first : first + math.prod(shape) * codec.dtype.itemsize]
             return part.view(codec.dtype).unflatten(1, shape)
 
         made = []
-        for spec in self.layers:
+        for spec, there in zip(self.layers, devices, strict=True):
             if isinstance(spec, CacheSpec):
                 group = windows.index(spec.window)
                 dims = spec.k_dim, spec.v_dim
                 parts = zip(self.codecs, dims, self._part_bytes(spec), strict=True)
-                k, v = (paged(group, codec, spec.n_kv_heads, dim, nbytes) for codec, dim, nbytes in parts)
+                k, v = (paged(group, there, codec, spec.n_kv_heads, dim, nbytes) for codec, dim, nbytes in parts)
                 made.append(PagedKV(k, v, *self.codecs, *dims, group))
             elif isinstance(spec, StateSpec):
-                conv = self._tensor(self.states, (spec.conv_taps - 1, spec.conv_channels), torch.float32)
-                delta = self._tensor(self.states, (spec.n_heads, spec.k_dim, spec.v_dim), torch.float32)
+                conv = self._tensor(self.states, (spec.conv_taps - 1, spec.conv_channels), torch.float32, there)
+                delta = self._tensor(self.states, (spec.n_heads, spec.k_dim, spec.v_dim), torch.float32, there)
                 made.append(RecurrentState(conv, delta))
             else:
                 made.append(None)
         return made
 
-    def _tensor(self, pages: PageAllocator, shape: tuple[int, ...], dtype: torch.dtype, huge: bool = False) -> Tensor:
+    def _tensor(
+        self, pages: PageAllocator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, huge: bool = False
+    ) -> Tensor:
         """[pages or slots, *shape]."""
         each = math.prod(shape) * dtype.itemsize
-        if self.device.type == "cpu":
+        if device.type == "cpu":
             mapping = reserve(pages.capacity * each, huge)
             take, memory = partial(release, mapping), torch.frombuffer(mapping, dtype=torch.uint8)
         else:
-            reserved = Reserved(pages.capacity * each, self.device)
+            reserved = Reserved(pages.capacity * each, device)
+            for first, end in pages.used_runs():
+                reserved.ensure(first * each, end * each)
             pages.backing.append(lambda page: reserved.ensure(page * each, (page + 1) * each))
             take, memory = reserved.release, reserved.tensor()
         self._releases.append((take, each, pages))
         return memory.view(dtype).view(pages.capacity, *shape)
+
+    def move(self, device: torch.device | str | Sequence[torch.device | str]) -> None:
+        """Lie elsewhere, see `device`, with all that is held: pages and slots keep their numbers, so whoever holds them
+        notices nothing. Raises OutOfPages, changing nothing, where there is no room."""
+        allocators = {id(pages): pages for _, _, pages in self._releases}.values()
+        before = self._memory, self._layers, self._releases, self.devices, self.device
+        backing = [pages.backing for pages in allocators]
+        for pages in allocators:
+            pages.backing = []
+        try:
+            self._lie_on(device)
+        except BaseException:
+            self._memory, self._layers, self._releases, self.devices, self.device = before
+            for pages, back in zip(allocators, backing, strict=True):
+                pages.backing = back
+            raise
+        for old, new in zip(before[1], self._layers, strict=True):
+            for name, pages in self._parts_of(new):
+                for first, end in pages.used_runs():
+                    getattr(new, name)[first:end].copy_(getattr(old, name)[first:end])
+
+    def _parts_of(self, layer: PagedKV | RecurrentState | None) -> list[tuple[str, PageAllocator]]:
+        """Names of a layer's tensors, and what hands out their first dimension."""
+        if isinstance(layer, PagedKV):
+            return [(name, self.groups[layer.group].pages) for name in ("k", "v")]
+        return [(name, self.states) for name in ("conv", "delta")] if layer else []
 
     def __getitem__(self, layer: int) -> PagedKV | RecurrentState | None:
         return self._layers[layer]
@@ -211,8 +256,8 @@ class KVPool:
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Make the page `target` of a group equal to `source`, in all of its layers."""
-        memory = self._memory[group]
-        memory[target].copy_(memory[source])
+        for memory in self._memory[group].values():
+            memory[target].copy_(memory[source])
 
     def clear_state(self, slot: int) -> None:
         """Make the slot that of a sequence without tokens."""

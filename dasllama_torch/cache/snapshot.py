@@ -81,9 +81,9 @@ def restore(sequence: Sequence, extent: Extent, tensors: Mapping[str, Tensor]) -
     for i, spec in enumerate(pool.layers):
         for name, memory in _parts(pool, i):
             if isinstance(spec, CacheSpec):
-                memory[_places(sequence, pool[i], extent)] = tensors[name].to(pool.device)
+                memory[_places(sequence, pool[i], extent)] = tensors[name].to(memory.device)
             elif extent.length:
-                memory[states] = tensors[name].to(pool.device)
+                memory[states] = tensors[name].to(memory.device)
 
 
 def _parts(pool: KVPool, layer: int) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +95,7 @@ def _parts(pool: KVPool, layer: int) -> Iterator[tuple[str, Tensor]]:
 
 def _places(sequence: Sequence, cache: PagedKV, extent: Extent) -> tuple[Tensor, slice, Tensor]:
     """Index of the positions held in [P, G, R, row], which gives [n, G, row]."""
-    at = torch.arange(extent.first[cache.group], extent.length, device=sequence.pool.device)
-    pages = torch.tensor(sequence.tables[cache.group], dtype=torch.int64, device=sequence.pool.device)
+    at = torch.arange(extent.first[cache.group], extent.length, device=cache.k.device)
+    pages = torch.tensor(sequence.tables[cache.group], dtype=torch.int64, device=cache.k.device)
     rows = sequence.pool.page_rows
     return pages[at // rows], slice(None), at % rows

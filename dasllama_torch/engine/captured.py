@@ -2,7 +2,7 @@
 launches one thing in place of hundreds."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 MAX_LOGITS = 4  # pieces of memory for logits; a stream needs two, as its logits last until the next are there
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given; there is nothing to wait for on the CPU."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
 class CapturedStep:
-    """A graph from a step's tensors to logits, which are copied to the host.
+    """A graph from a step's tensors to logits, which are copied to the host, or on the GPU where nobody there asks.
 
     refused: why there is none, or "". The first `run` evaluates the step by its modules, which compiles what kernels
     are still missing, and captures it afterwards.
@@ -45,22 +51,51 @@ class CapturedStep:
         return self.buffers.fits(sessions) and [tensor.data_ptr() for tensor in self._held] == self._places
 
     @torch.inference_mode()
-    def run(self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor]:
-        """Logits f32 [V] after ids[i] at the end of sessions[i]."""
+    def run(
+        self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int], on_device: bool = False
+    ) -> list[Tensor]:
+        """Logits f32 [V] after ids[i] at the end of sessions[i], on the CPU; or on_device, which waits for nothing."""
         with torch.cuda.device(self._device):
             self.buffers.write(sessions, ids)
             if self._graph is None:
                 registry.count_call("step", "eager")
-                rows = HandedOut(self._forward(model).cpu()).rows
+                logits = self._forward(model)
+                rows = logits.unbind() if on_device else HandedOut(logits.cpu()).rows
                 self._capture(model)
-                return rows[: len(ids)]
+                return list(rows[: len(ids)])
             registry.count_call("step", "captured")
             registry.count_calls(self._calls)
             self._graph.replay()
+            if on_device:
+                return list(self._logits[: len(ids)].clone())
             handed = next((each for each in self._handed if each.is_free), None) or self._more()
             handed.memory.copy_(self._logits, non_blocking=True)
             torch.cuda.current_stream().synchronize()
             return handed.rows[: len(ids)]
+
+    @torch.inference_mode()
+    def begin(self, session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+        """Logits f32 [V] on the GPU after a token int64 [] there at the end of a session, and whether the weights are
+        still what they were. Waits for nothing; a step that counts is counted then."""
+        with torch.cuda.device(self._device):
+            self.buffers.write([session], [0])
+            self.buffers.step.input_ids[0, 0].copy_(token)
+            self._graph.replay()
+            logits = self._logits[0].clone()
+        versions = self._versions()
+
+        def in_force() -> bool:
+            if self._versions() != versions or not self.serves([session]):
+                return False
+            registry.count_call("step", "captured")
+            registry.count_calls(self._calls)
+            return True
+
+        return logits, in_force
+
+    def _versions(self) -> int:
+        """Grows when somebody writes to a weight."""
+        return sum(0 if tensor.is_inference() else tensor._version for tensor in self._held)
 
     def _forward(self, model: "CausalLM") -> Tensor:
         step = self.buffers.step

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dasllama_torch.engine import runner
+from dasllama_torch.engine.captured import wait_for
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings
 from dasllama_torch.engine.stats import Stats
 from dasllama_torch.errors import ConstraintError
@@ -75,10 +76,11 @@ def generate_n(
         fork = session.fork()
         fork.set_seed(seed)
         fork.stats = replace(session.stats, logprobs=[])
-        streams.append(Stream(fork, params, max_tokens, start, matcher and matcher.fork()))
+        streams.append(Stream(fork, params, max_tokens, start, matcher and matcher.fork(), alone=n == 1))
+    logits = "last" if params.reads_logits else runner.ON_DEVICE
     pairs: list[list[tuple[int, str]]] = [[] for _ in streams]
     while running := [(stream, seen) for stream, seen in zip(streams, pairs, strict=True) if not stream.ended]:
-        _evaluate_pending([stream.session for stream, _ in running])
+        _evaluate_pending([stream.session for stream, _ in running], logits)
         for stream, seen in running:
             if pair := stream.step():
                 seen.append(pair)
@@ -94,7 +96,8 @@ class Stream:
 
     Each is drawn from the session's logits and becomes its pending token; whoever drives the stream may evaluate that
     together with others, or leave it to the next `step`. start: when the call began, of time.perf_counter. matcher: of
-    the params' constraint. ended: whether there is no further token; the session's stats say why.
+    the params' constraint. alone: it is left to that, so a GPU may begin early. ended: whether there is no further
+    token; the session's stats say why.
     """
 
     def __init__(
@@ -104,10 +107,11 @@ class Stream:
         max_tokens: int | None,
         start: float,
         matcher: "Matcher | None",
+        alone: bool = True,
     ):
         self.session, self.stats, self.ended = session, session.stats, False
         self._params, self._max_tokens, self._matcher = params, max_tokens, matcher
-        self._start, self._first = start, None
+        self._start, self._first, self._alone = start, None, alone
         self._text = _detokenizer(session)
         self._stops = StopStrings(params.stop)
         self._stop_ids = frozenset(params.stop_ids)
@@ -119,7 +123,8 @@ class Stream:
         allowed = None
         if self._matcher and (allowed := self._matcher.allowed()) is None:
             return self._end("constraint")
-        token = self.session.sample(self._params, allowed)
+        is_last = self.stats.n_generated + 1 == self._max_tokens
+        token = self.session.sample(self._params, allowed, ahead=self._alone and not is_last)
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.ttft_s = now, now - self._start
@@ -180,19 +185,20 @@ def _evaluate(session: "Session", given: Given, whole: bool, checkpoint: int | N
     """Bring a prompt into the session, whose stats begin anew."""
     start = time.perf_counter()
     if whole:
-        session.prefill(given, checkpoint=checkpoint)
+        session.hold_prompt(given, checkpoint)
     else:
         session.stats = Stats(n_prompt=len(session.pending) + len(given))
         if len(given) or session.pending:
-            session.eval(given)
+            session.eval(given, runner.ON_DEVICE)
+            wait_for(session.pool.device)
     session.stats.prefill_s = time.perf_counter() - start
 
 
-def _evaluate_pending(sessions: list["Session"]) -> None:
+def _evaluate_pending(sessions: list["Session"], logits: str) -> None:
     """The tokens that were drawn last, in one batch."""
     waiting = [session for session in sessions if session.pending]
     if waiting:
-        runner.run(waiting, [[]] * len(waiting), "last")
+        runner.run(waiting, [[]] * len(waiting), logits)
 
 
 def _detokenizer(session: "Session") -> StreamingDetokenizer | None:
@@ -209,4 +215,5 @@ def _matcher(session: "Session", params: SamplingParams) -> "Matcher | None":
     """Of the params' constraint, for the text behind what the session holds."""
     if params.constraint is None:
         return None
-    return params.constraint.matcher(session.model.tokenizer, leading_space=_detokenizer(session).swallows_space)
+    leading_space = _detokenizer(session).swallows_space
+    return params.constraint.matcher(session.model.tokenizer, leading_space=leading_space, stop_ids=params.stop_ids)

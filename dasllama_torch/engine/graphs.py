@@ -19,7 +19,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,8 +48,11 @@ _profiles: list[list[tuple[str, float]]] | None = None
 _models: weakref.WeakKeyDictionary["CausalLM", "RecordedSteps"] = weakref.WeakKeyDictionary()
 
 
-def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) -> list[Tensor] | None:
-    """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: logits f32 [V] of each.
+def run(
+    sessions: Sequence["Session"], ids: Sequence[int], record: bool = True, on_device: bool = False
+) -> list[Tensor] | None:
+    """Evaluate ids[i] at the end of sessions[i], whose pages reach that far: logits f32 [V] of each, on the CPU, or
+    on_device where they were made.
 
     None, and nothing done, if no recorded step may do it, or without `record` if none stands ready. The results are
     those of the modules, to the bit.
@@ -58,7 +61,27 @@ def run(sessions: Sequence["Session"], ids: Sequence[int], record: bool = True) 
     on_cpu = pool.device.type == "cpu"
     if not enabled or len(ids) > (MAX_ROWS if on_cpu else MAX_CAPTURED_ROWS) or is_watched():
         return None
-    return sessions[0].steps.run(model, pool, sessions, ids, record)
+    return sessions[0].steps.run(model, pool, sessions, ids, record, on_device)
+
+
+def begin(session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]] | None:
+    """Begin, on a GPU, the step of a token int64 [] there at the end of a session, whose page reaches that far: logits
+    f32 [V], and whether they may be used once the host knows the token. None, and nothing begun, if no captured step
+    stands ready."""
+    if not enabled or is_watched():
+        return None
+    steps = session.steps
+    if not steps.lock.acquire(blocking=False):
+        return None
+    try:
+        steps.refresh()
+        step = steps.steps.get((session.pool, 1))
+        if not isinstance(step, CapturedStep) or not step.serves([session]):
+            return None
+        epoch, (logits, in_force) = steps.epoch, step.begin(session, token)
+    finally:
+        steps.lock.release()
+    return logits, lambda: enabled and not is_watched() and (base.epoch(), registry.isa_epoch) == epoch and in_force()
 
 
 def sharing(model: "CausalLM"):
@@ -82,6 +105,11 @@ def steps_of(model: "CausalLM") -> "RecordedSteps":
     """What `run` asks a session for: looking it up takes longer, after weights have swept the caches."""
     steps = _models.get(model)
     return _models.setdefault(model, RecordedSteps()) if steps is None else steps
+
+
+def forget(model: "CausalLM") -> None:
+    """Let go of the model's recorded steps, and of the weights that they hold on to."""
+    steps_of(model).steps = {}
 
 
 @contextlib.contextmanager
@@ -121,7 +149,7 @@ class RecordedSteps:
         self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
         self.lock = threading.Lock()  # the steps' tensors serve one thread at a time
 
-    def run(self, model, pool, sessions, ids, record) -> list[Tensor] | None:
+    def run(self, model, pool, sessions, ids, record, on_device) -> list[Tensor] | None:
         if not self.lock.acquire(blocking=False):
             return None
         try:
@@ -129,8 +157,8 @@ class RecordedSteps:
             rows = 1 << (len(ids) - 1).bit_length()
             step = self.steps.get((pool, rows))
             if step is not None and step.serves(sessions):
-                return step.run(model, sessions, ids)
-            return self._record(model, pool, sessions, ids, rows) if record else None
+                return step.run(model, sessions, ids, on_device)
+            return self._record(model, pool, sessions, ids, rows, on_device) if record else None
         finally:
             self.lock.release()
 
@@ -144,7 +172,7 @@ class RecordedSteps:
         self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _record(self, model, pool, sessions, ids, rows: int) -> list[Tensor] | None:
+    def _record(self, model, pool, sessions, ids, rows: int, on_device: bool) -> list[Tensor] | None:
         if self.obstacle and self.obstacle.lasting:
             return None
         self.look_at(model)
@@ -152,7 +180,7 @@ class RecordedSteps:
             return None
         kind = _RecordedStep if pool.device.type == "cpu" else CapturedStep
         step = kind(model, pool, rows, max(pool.blocks(session.n_ctx) for session in sessions))
-        logits = step.run(model, sessions, ids)
+        logits = step.run(model, sessions, ids, on_device)
         if step.refused:
             self.obstacle = _Obstacle(step.refused)
         else:
@@ -190,8 +218,11 @@ class _RecordedStep:
         """Whether the weights lie where they lay (of their `data` no epoch tells), and there is room for all pages."""
         return self.buffers.fits(sessions) and self.body.in_place
 
-    def run(self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int]) -> list[Tensor]:
-        """Logits f32 [V] after ids[i] at the end of sessions[i]. The first time the modules evaluate them."""
+    def run(
+        self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int], on_device: bool = False
+    ) -> list[Tensor]:
+        """Logits f32 [V] after ids[i] at the end of sessions[i]. The first time the modules evaluate them. The device
+        is the CPU."""
         self.buffers.write(sessions, ids)
         if self.body is None:
             registry.count_call("step", "eager")
@@ -234,6 +265,8 @@ class _RecordedStep:
 
 def find_obstacle(model: nn.Module) -> _Obstacle | None:
     """What forbids to record a step of the modules as they are."""
+    if placement := getattr(model, "placement", None):
+        return _Obstacle(f"the model lies on two devices: {placement}")
     foreign_method = functools.cache(_foreign_method)  # a model has few classes and many modules
     for name, module in model.named_modules():
         name = name or "the model"

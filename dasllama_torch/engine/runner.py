@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.cache.forecast import Forecast
-from dasllama_torch.engine import graphs
+from dasllama_torch.engine import graphs, lookahead
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Placed, embed, place
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
 from dasllama_torch.errors import CannotRewind
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 512  # rows of one forward on the CPU
 MAX_DEVICE_ROWS = 2048  # ... on a device, which many rows keep busy
 LOGITS = ("last", "all", None)
-HIDDEN = "hidden"  # in the place of one of these: all rows' hidden states
+ON_DEVICE = "on device"  # in the place of one of these: "last", left where they were made
+HIDDEN = "hidden"  # likewise: all rows' hidden states
 
 
 def run(
@@ -35,14 +36,14 @@ def run(
     session as it was, but for a shift that was due. What fails later leaves it with the tokens of the forwards that
     were done.
     """
-    if logits not in LOGITS:
+    if logits not in (*LOGITS, ON_DEVICE):
         raise ValueError(f"logits={logits!r}, wanted one of {', '.join(map(repr, LOGITS))}")
     sessions = list(sessions)
     if not sessions or len(sessions) != len(inputs):
         raise ValueError(f"wanted one list of ids per session, found {len(sessions)} sessions and {len(inputs)} lists")
     if len(sessions) > 1:
         _check_together(sessions)
-    if logits == "last" and (results := _run_ready(sessions, inputs)):
+    if logits in ("last", ON_DEVICE) and (results := _run_ready(sessions, inputs, logits == ON_DEVICE)):
         return results
     asked = [len(given) for given in inputs]
     ids = [s.pending + _ids(given) for s, given in zip(sessions, inputs, strict=True)]
@@ -64,12 +65,15 @@ def run(
         for session, rows in zip(sessions, results, strict=True):
             session.logits = rows[-1]
         return [rows[len(rows) - n :] for rows, n in zip(results, asked, strict=True)]
-    for session, parts in zip(sessions, kept, strict=True):
-        session.logits = parts[0] if parts else None
-    return [session.logits for session in sessions]
+    results = [parts[0] if parts else None for parts in kept]
+    for session, row in zip(sessions, results, strict=True):
+        session.logits = row
+    return results
 
 
-def _run_ready(sessions: list["Session"], inputs: Sequence[Sequence[int] | Embeddings]) -> list[Tensor | None] | None:
+def _run_ready(
+    sessions: list["Session"], inputs: Sequence[Sequence[int] | Embeddings], on_device: bool
+) -> list[Tensor | None] | None:
     """`run` of one id for each session where no memory has to be taken and a recorded step stands ready: nearly all
     that a stream does. None, and nothing done, of anything else.
 
@@ -84,15 +88,13 @@ def _run_ready(sessions: list["Session"], inputs: Sequence[Sequence[int] | Embed
             or len(session.pending) + len(given) != 1
             or type(new[0]) is not int
             or not 0 <= new[0] < session.model.config.n_vocab
-            or len(session.tokens) >= session.n_ctx
-            or session.prefix_cache
-            or session.sequence.torn
-            or not session.sequence.has(1)
+            or not session.stands_ready
         ):
             return None
         ids += new
     try:
-        rows = graphs.run(sessions, ids, record=False)
+        rows = lookahead.take(sessions[0], ids[0]) if sessions[0].ahead and on_device and len(ids) == 1 else None
+        rows = rows or graphs.run(sessions, ids, record=False, on_device=on_device)
     except BaseException:
         for session in sessions:
             session.sequence.abandon()
@@ -101,7 +103,7 @@ def _run_ready(sessions: list["Session"], inputs: Sequence[Sequence[int] | Embed
         return None
     for session, new, row in zip(sessions, ids, rows, strict=True):
         session.tokens.append(new)
-        session.pending, session.logits = [], row
+        session.pending, session.logits, session.ahead = [], row, None
         session.sequence.advance(1)
     return rows
 
@@ -198,6 +200,7 @@ def _run_window(
     placed = place(present, spans, media, window, ids) if media else []
     try:
         for session, span in zip(present, spans, strict=True):
+            session.ahead = None
             session.sequence.grow(len(span))
         parts = None if placed else _run_recorded(present, spans, window, logits)
         if parts is None:
@@ -224,7 +227,7 @@ def _run_recorded(present, spans, window: list[Chunk], logits: str | None) -> li
     the modules themselves must run."""
     if logits in (None, HIDDEN) or any(len(span) > 1 for span in spans) or not all(chunk.last for chunk in window):
         return None
-    rows = graphs.run(present, [token for (token,) in spans])
+    rows = graphs.run(present, [token for (token,) in spans], on_device=logits == ON_DEVICE)
     return [row[None] for row in rows] if rows and logits == "all" else rows
 
 
@@ -297,6 +300,6 @@ def _forward(model: "CausalLM", step: Step, placed: list[Placed], logits: str | 
         if not len(step.logit_rows):  # the cache is all that is wanted
             model.get_decoder()(embed(model, step, placed), step)
             return torch.empty(0, model.config.n_vocab)
-        if placed:
-            return model(inputs_embeds=embed(model, step, placed), step=step).logits[0].float().cpu()
-        return model(step.input_ids, step=step).logits[0].float().cpu()
+        given = {"inputs_embeds": embed(model, step, placed)} if placed else {"input_ids": step.input_ids}
+        found = model(**given, step=step).logits[0].float()
+        return found if logits == ON_DEVICE else found.cpu()

@@ -12,9 +12,11 @@ from dasllama_torch import sampling
 from dasllama_torch.cache.pool import KVPool
 from dasllama_torch.cache.prefix import content_of, n_common
 from dasllama_torch.cache.sequence import Sequence as CacheSequence
-from dasllama_torch.engine import generation, graphs, runner, session_file
+from dasllama_torch.engine import generation, graphs, lookahead, runner, session_file
+from dasllama_torch.engine.captured import wait_for
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
 from dasllama_torch.engine.generation import Sample
+from dasllama_torch.engine.lookahead import Ahead
 from dasllama_torch.engine.stats import Stats
 from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -31,7 +33,7 @@ class Session:
 
     tokens: the ids evaluated, -1 for a row of embeddings; n_past: how many. spans: which rows are embeddings.
     rope_delta: rotary position of the next token less n_past, not 0 behind embeddings with positions of their own
-    (transformers: `rope_deltas`). logits: f32 [V] after the last of them, None before any.
+    (transformers: `rope_deltas`). logits: f32 [V] after the last of them, on the CPU; None before any.
     pending: what the next evaluation puts before its own ids: a token that `generate` has yielded, and what a `shift`
     has left to be evaluated anew.
     n_ctx: the most it may hold; on_full: what more does, "error" raises ContextFull, "shift" shifts, past the first
@@ -58,7 +60,8 @@ class Session:
         self.spans: list[Span] = []
         self.rope_delta = 0
         self.pending: list[int] = []
-        self.logits: Tensor | None = None
+        self.made_logits: Tensor | None = None  # `logits` where they were made, until somebody asks for them
+        self.ahead: Ahead | None = None  # a step that `generate` has begun
         self.stats = Stats()
         self.generator = torch.Generator().manual_seed(DEFAULT_SEED)
         self.steps = graphs.steps_of(model)
@@ -67,6 +70,27 @@ class Session:
     @property
     def n_past(self) -> int:
         return len(self.tokens)
+
+    @property
+    def history(self) -> list[int]:
+        """The ids evaluated, without the rows of embeddings: what penalties look at."""
+        return [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
+
+    @property
+    def stands_ready(self) -> bool:
+        """Whether a next token needs nothing but a step: no room, no copy of a page, no note in a prefix cache."""
+        held = self.sequence
+        return len(self.tokens) < self.n_ctx and not self.prefix_cache and not held.torn and held.has(1)
+
+    @property
+    def logits(self) -> Tensor | None:
+        if self.made_logits is not None:
+            self.made_logits = self.made_logits.cpu()
+        return self.made_logits
+
+    @logits.setter
+    def logits(self, logits: Tensor | None) -> None:
+        self.made_logits = logits
 
     def eval(self, ids: Sequence[int] | Embeddings, logits: str | None = "last") -> Tensor | None:
         """Evaluate ids, or embeddings, at the end of the session and advance it; none are needed if a token is pending.
@@ -91,9 +115,15 @@ class Session:
         checkpoint: where in the prompt to make one, in place of all that there are: before what the next prompt may not
         hold. It is left out where the session stands behind that already.
 
-        Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
-        prompt.
+        Raises ContextFull, leaving the session as it was, for a prompt beyond n_ctx, also where the session shifts: a
+        shift forgets what was said, and what to leave out of a prompt is the caller's choice. Whatever else it raises
+        leaves it with a prefix of the prompt.
         """
+        self.hold_prompt(prompt, checkpoint)
+        return self.logits
+
+    def hold_prompt(self, prompt: Sequence[int | Embeddings], checkpoint: int | None = None) -> None:
+        """`prefill`, for whoever takes the logits where they were made."""
         self._check_open()
         prompt = Prompt.of(prompt)
         n = len(prompt.ids)
@@ -103,9 +133,9 @@ class Session:
             raise ContextFull(f"{n} tokens exceed the session's context, n_ctx={self.n_ctx}")
         self.stats = stats = Stats(n_prompt=n)
         start = time.perf_counter()
-        if prompt.ids == self.tokens and prompt.spans == self.spans and self.logits is not None:
+        if prompt.ids == self.tokens and prompt.spans == self.spans and self.made_logits is not None:
             stats.reused_tokens, self.pending = n, []
-            return self.logits
+            return
         stats.reused_tokens, stats.first_difference = self._go_back(prompt)
         if checkpoint is not None and stats.reused_tokens <= checkpoint < n:
             for part in prompt.rest(self.n_past, checkpoint):
@@ -114,9 +144,9 @@ class Session:
         *parts, last = prompt.rest(self.n_past)
         for part in parts:
             runner.run([self], [part], None)
-        (logits,) = runner.run([self], [last], "last")
+        runner.run([self], [last], runner.ON_DEVICE)
+        wait_for(self.pool.device)
         stats.prefill_s = time.perf_counter() - start
-        return logits
 
     def _attach(self, ids: Sequence[int] | Embeddings) -> int:
         """How many of ids an empty session takes from its prefix cache."""
@@ -209,7 +239,7 @@ class Session:
         fork.sequence = self.sequence.fork()
         fork.tokens, fork.pending = self.tokens.copy(), self.pending.copy()
         fork.set_spans(self.spans.copy())
-        fork.logits = None if self.logits is None else self.logits.clone()
+        fork.logits = None if self.made_logits is None else self.made_logits.clone()
         fork.generator.set_state(self.generator.get_state())
         return fork
 
@@ -256,6 +286,7 @@ class Session:
         self.set_spans([span.until(n) for span in self.spans if span.start < n])
         if n < self.n_past:
             self.logits = None
+        self.ahead = None
         del self.tokens[n:]
         self.pending = []
 
@@ -311,21 +342,26 @@ class Session:
         """Start the session's random numbers anew."""
         self.generator.manual_seed(seed)
 
-    def sample(self, params: SamplingParams | None = None, allowed: Tensor | None = None) -> int:
-        """Draw a token from the logits after all tokens so far; it is not evaluated.
+    def sample(self, params: SamplingParams | None = None, allowed: Tensor | None = None, ahead: bool = False) -> int:
+        """Draw a token from the logits after all tokens so far; it is not evaluated. On a GPU they stay there, and the
+        id alone comes back, unless a mask or logprobs need them here.
 
         allowed: bool [V], the tokens that may come, such as `Matcher.allowed` of a constraint, which `sample` alone
-        cannot follow: params with one are refused without it.
+        cannot follow: params with one are refused without it. ahead: the token will most likely be evaluated next, by
+        itself, so a GPU may begin with that at once; the results are the same.
         """
         params = params or SamplingParams()
+        on_device = allowed is None and not params.reads_logits
         if params.constraint is not None and allowed is None:
             raise ValueError("a constraint is followed by generate; wanted params without one, or what is allowed")
         if self.pending:
-            self.eval([])
-        if self.logits is None:
+            self.eval([], runner.ON_DEVICE if on_device else "last")
+        if self.made_logits is None:
             raise DasllamaError("the session has no logits to sample from: eval something first")
-        tokens = [token for token in self.tokens if token != EMBEDDING] if self.spans else self.tokens
-        return sampling.sample(self.logits, tokens, params, self.generator, allowed)
+        logits = self.made_logits if on_device else self.logits
+        if ahead and lookahead.is_possible(logits):
+            return lookahead.draw(self, logits, params)
+        return sampling.sample(logits, self.history, params, self.generator, allowed)
 
     def generate(
         self,
@@ -345,9 +381,9 @@ class Session:
         when its last character has come, also in the middle of a token: the text ends before it, while the tokens that
         spell it are yielded and held, as the model has seen them; a next turn goes on behind them, or by `prefill` from
         where its own text differs. With a constraint only tokens come behind which the text can still become one of the
-        language; an end-of-generation token comes only where it is one, and the stream ends by itself where nothing
-        can follow. max_tokens and the context's end may cut it short: `stats.stop` is "length" or "context" then. A
-        constraint is about the text of one call, from its beginning.
+        language, and where it is one those that end it; the stream ends by itself where nothing can follow. max_tokens
+        and the context's end may cut it short: `stats.stop` is "length" or "context" then. A constraint is about the
+        text of one call, from its beginning.
 
         A yielded token is evaluated only with what follows, so a caller may stop at any point, and the next call goes
         on where the stream ended. The text is empty while a character is incomplete, and while it may be the beginning

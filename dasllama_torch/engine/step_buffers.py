@@ -44,6 +44,7 @@ class StepBuffers:
         # NumPy writes a step in microseconds, with nothing of torch in between.
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=not on_cpu)
         self._there = self._host if on_cpu else torch.empty(end, dtype=torch.uint8, device=pool.device)
+        self._sent = None if on_cpu else torch.cuda.Event()
 
         def views(memory: Tensor) -> dict[str, Tensor]:
             return {
@@ -59,10 +60,12 @@ class StepBuffers:
             for group in range(len(pool.groups))
         ]
         self.step = Step(n_seqs=rows, cache=pool, tables=tuple(tables), logit_rows=None, **parts)  # all rows' logits
-        self.blocks = blocks
+        self.blocks, self._devices = blocks, pool.devices
 
     def fits(self, sessions: Sequence["Session"]) -> bool:
-        """Whether there is room for all their pages."""
+        """Whether there is room for all their pages, and the pool has not moved."""
+        if self.step.cache.devices is not self._devices:
+            return False
         for session in sessions:
             for table in session.sequence.tables:
                 if len(table) > self.blocks:
@@ -72,6 +75,8 @@ class StepBuffers:
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
         n, rows, page_rows = len(ids), self.rows, self.step.cache.page_rows
+        if self._sent:
+            self._sent.synchronize()  # the step before may not have been read yet
         if n < len(rows["row_seq"]):
             for name, values in rows.items():
                 if name == "input_ids":
@@ -90,6 +95,7 @@ class StepBuffers:
                 rows[f"slots{group}"][i] = pages[at // page_rows] * page_rows + at % page_rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
+            self._sent.record()
 
 
 class HandedOut:

@@ -47,6 +47,7 @@ class TensorSource(ABC):
     """Tensors by GGUF name, with a record of which names were asked for. Views made by `scoped` and `layer` share
     that record."""
 
+    half_dtype = torch.bfloat16  # in which a GPU multiplies many rows, see ops/halves.py
     native = True  # whether matrices are to be multiplied on their own types' lattices, or dequantized to f32
 
     def __init__(self, origin: str):

@@ -109,7 +109,7 @@ def forward(
     last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and bool(real[real.any(1), -1].all())
     if any(looks) and any(session.prefix_cache for session in held.sessions):
         last_only = False  # with all logits nothing is taken from a prefix cache, and every row can be looked at
-    found = evaluate(model, held, given, real, last_only, *looks)
+    found = evaluate(model, held, given, real, "last" if last_only else "all", *looks)
     logits = _padded(found.logits, real[:, -1:] if last_only else real, model.config.n_vocab, given.device)
     return CausalLMOutput(
         logits=logits if last_only else keep_rows(logits, logits_to_keep),
@@ -124,26 +124,26 @@ def evaluate(
     cache: SessionCache,
     given: Tensor,
     real: Tensor,
-    last_only: bool = False,
+    logits: str,
     hidden_states: bool = False,
     attentions: bool = False,
 ) -> Evaluated:
     """Evaluate what is real, bool [B, T], of ids [B, T] or embeddings f32 [B, T, C] at the end of a cache, which then
-    stands for T positions more. last_only: of each row only the logits of its last token."""
+    stands for T positions more. logits: "all"; "last", of each row's last token; `runner.ON_DEVICE`, these where they
+    were made."""
     # A session that gets nothing stays where it is: in generation, a row that has ended.
     rows = real.any(1).nonzero().flatten().tolist()
     inputs = [given[row, real[row]] for row in rows]
     inputs = [Embeddings(each) if given.dim() == 3 else each.tolist() for each in inputs]
-    logits = [torch.empty(0, model.config.n_vocab)] * len(real)
+    found = [torch.empty(0, model.config.n_vocab)] * len(real)
     decoder, seen = model.get_decoder(), []
     with contextlib.ExitStack() as stack:
         if hidden_states or attentions:
             seen = stack.enter_context(watched(decoder, hidden_states, attentions))
         if rows:
             sessions = [cache.sessions[row] for row in rows]
-            found = eval_batch(sessions, inputs, "last" if last_only else "all")
-            for row, each in zip(rows, found, strict=True):
-                logits[row] = each[None] if last_only else each
+            for row, each in zip(rows, eval_batch(sessions, inputs, logits), strict=True):
+                found[row] = each if logits == "all" else each[None]
     cache.real = torch.cat([cache.real, real], 1)
     states = patterns = None
     if hidden_states:
@@ -152,7 +152,7 @@ def evaluate(
     if attentions:
         layers = enumerate(attentions_of(decoder))
         patterns = tuple(_patterns(model, cache, seen, i, layer, real).to(given.device) for i, layer in layers)
-    return Evaluated(logits, states, patterns)
+    return Evaluated(found, states, patterns)
 
 
 def _held(cache: Cache) -> SessionCache:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dasllama_torch.engine.runner import ON_DEVICE
 from dasllama_torch.hf.cache import SessionCache, evaluate
 from dasllama_torch.hf.options import Options
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -128,7 +129,7 @@ class Steps:
 
     def _evaluate(self, given: Tensor, real: Tensor, copies: int = 1) -> None:
         looks = self.keeps("hidden_states"), self.keeps("attentions")
-        found = evaluate(self.model, self.cache, given, real, True, *looks)
+        found = evaluate(self.model, self.cache, given, real, ON_DEVICE, *looks)
         fresh = [logits for logits in found.logits for _ in range(copies)]
         if self.keeps("logits"):
             zeros = torch.zeros(1, self.model.config.n_vocab)

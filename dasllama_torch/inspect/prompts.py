@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.cache.pool import KVPool
+from dasllama_torch.engine.placement import layer_devices
 from dasllama_torch.engine.session import Session
 from dasllama_torch.memory import physical_memory
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -57,7 +58,6 @@ def session_of(target: Target, n_ctx: int) -> Iterator[Session]:
     if isinstance(target, Session):
         yield target
         return
-    device = target.get_input_embeddings().qweight.device
-    pool = KVPool([layer.cache for layer in target.config.layers], "f32", physical_memory(), device)
+    pool = KVPool([layer.cache for layer in target.config.layers], "f32", physical_memory(), layer_devices(target))
     with Session(target, pool, n_ctx) as session:
         yield session

@@ -44,7 +44,8 @@ class CausalLM(Module):
     of the logits, see ops/softcap.py; 0: none.
     name_or_path: where it was loaded from. generation_config: settings of `generate`, a folder's own to begin with;
     transformers' `GenerationConfig` will do, too. verbs: what takes sessions, `hf.verbs.Verbs`; None in a model that
-    `build_model` has not built.
+    `build_model` has not built. placement: of a model that lies on two devices, which parts do where
+    (`engine.placement`); None for any other.
     """
 
     main_input_name = "input_ids"
@@ -62,6 +63,7 @@ class CausalLM(Module):
         self.name_or_path = ""
         self.generation_config = GenerationSettings()
         self.verbs = None
+        self.placement = None
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from dasllama_torch.modules.base import Module
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.dequantize import dequantize
 from dasllama_torch.ops.embedding import embedding
+from dasllama_torch.ops.halves import multiplied_in
 from dasllama_torch.ops.quant_linear import quant_linear
 
 
@@ -65,7 +66,7 @@ class Linear(Packed):
     ):
         super().__init__(w, name, n, k)
         self.out_features, self.in_features = n, k
-        self.native = w.native
+        self.native, self.half_dtype = w.native, w.half_dtype
         has_bias = bias == "yes" or (bias == "optional" and w.has(f"{name}.bias"))
         self.bias = nn.Parameter(w.f32(f"{name}.bias", n), requires_grad=False) if has_bias else None
         if not is_identity(row_order):
@@ -85,7 +86,8 @@ class Linear(Packed):
     def forward(self, x: Tensor) -> Tensor:
         if self.file_inputs is not None:
             x = x[..., self.file_inputs]
-        return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
+        with multiplied_in(self.half_dtype):
+            return quant_linear(x, self.qweight, self.qtype, self.bias, self.native)
 
 
 def is_identity(order: Tensor | None) -> bool:

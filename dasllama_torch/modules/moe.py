@@ -14,6 +14,7 @@ from dasllama_torch.modules.ffn import ACTS, GatedMLP
 from dasllama_torch.modules.linear import F32Linear, Packed
 from dasllama_torch.ops.expert_linear import expert_linear
 from dasllama_torch.ops.gated_act import SIGMOID, gated_act
+from dasllama_torch.ops.halves import multiplied_in
 from dasllama_torch.ops.moe_combine import moe_combine
 from dasllama_torch.ops.moe_router import SIGMOID as SIGMOID_GATE
 from dasllama_torch.ops.moe_router import SOFTMAX as SOFTMAX_GATE
@@ -53,11 +54,12 @@ class ExpertLinear(Packed):
 
     def __init__(self, w: TensorSource, name: str, e: int, n: int, k: int, *, bias: str = "no"):
         super().__init__(w, name, e, n, k)
-        self.native = w.native
+        self.native, self.half_dtype = w.native, w.half_dtype
         self.bias = nn.Parameter(w.f32(f"{name}.bias", e, n), requires_grad=False) if bias == "yes" else None
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return expert_linear(x, self.qweight, self.qtype, ids, self.bias, self.native)
+        with multiplied_in(self.half_dtype):
+            return expert_linear(x, self.qweight, self.qtype, ids, self.bias, self.native)
 
 
 class Experts(Module):

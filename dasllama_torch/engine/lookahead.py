@@ -1,0 +1,70 @@
+"""The next step of a stream on a GPU, begun with a token that the host has not seen yet: while that looks whether the
+text ends, the GPU goes on. Should it end, or the session do something else, the step has changed nothing that counts: a
+row of keys and values behind those of the session, where its next one will stand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dasllama_torch import sampling
+from dasllama_torch.engine import graphs
+from dasllama_torch.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from dasllama_torch.engine.session import Session
+
+
+@dataclass
+class Ahead:
+    """A step that was begun behind all that a session holds. token: which it evaluates, None until the host knows.
+    logits: f32 [V], on the GPU once it is done. in_force: whether it still does what the modules would."""
+
+    logits: Tensor
+    in_force: Callable[[], bool]
+    token: int | None = None
+
+
+def is_possible(logits: Tensor) -> bool:
+    """Whether who has made logits can begin with what follows from them."""
+    return logits.device.type == "cuda"
+
+
+def draw(session: "Session", logits: Tensor, params: SamplingParams) -> int:
+    """The next token, from logits f32 [V] on a GPU, whose step is begun where one stands ready."""
+    token = sampling.draw(logits, session.history, params, session.generator)
+    arrival = _sent(token)
+    session.ahead = _begin(session, token)
+    found = sampling.checked(arrival(), logits, session.history, params)
+    if session.ahead:
+        session.ahead.token = found
+    return found
+
+
+def _sent(token: Tensor) -> Callable[[], int]:
+    """A token int64 [] is on its way to the host: what waits for it, and for nothing that is begun later."""
+    with torch.cuda.device(token.device):
+        known = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(token, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> int:
+        arrived.synchronize()
+        return int(known)
+
+    return wait
+
+
+def _begin(session: "Session", token: Tensor) -> Ahead | None:
+    if session.pool.states or not session.stands_ready:  # what a step does to a recurrent state cannot be taken back
+        return None
+    begun = graphs.begin(session, token)
+    return begun and Ahead(*begun)
+
+
+def take(session: "Session", token: int) -> list[Tensor] | None:
+    """What was begun with this token behind what the session holds, if it is still that: its row of logits."""
+    ahead, session.ahead = session.ahead, None
+    return [ahead.logits] if ahead and ahead.token == token and ahead.in_force() else None
