@@ -12,6 +12,9 @@ TORCH ?= torch==2.13.0
 MODEL := smollm2-135m-instruct
 PROMPT := The capital of France is
 
+# Tests start many processes, each of which would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -27,7 +30,7 @@ demo: install
 install: $(VENV)/installed
 
 test: $(VENV)/test-extras lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # PYTEST: of an environment whose torch has CUDA.
 PYTEST ?= $(BIN)/python -m pytest

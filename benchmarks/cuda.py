@@ -1,26 +1,30 @@
 """Kernels for CUDA one by one, against what the card can do: bytes per second for few rows, products for many.
 
-    python benchmarks/cuda.py [--what few,many,attention,experts] [--types Q4_K,Q6_K] [--shapes 8B]
+    python benchmarks/cuda.py [--what few,many,attention,experts,delta] [--types Q4_K,Q6_K] [--shapes 8B]
 
 Each line is a call of an op at a shape of a model. Calls take enough copies of the weights in turn that they come from
 memory and not from the cache, and all of them are one replayed graph, so that the host has no part; a call's activation
 is quantized within it. Times are medians over replays. The ladder of versions stays: `reference` decodes the matrix in
 plain torch and multiplies in f32; `float` decodes words in registers and multiplies in f32; `native` takes integer
-dots. GB/s count the packed weights, or the keys and values, once, and are shares of what a copy of memory moves;
-TFLOP/s count 2 M N K, and are shares of the library's product of two bf16 matrices.
+dots; `steps` and `chunks` are two forms of the gated delta rule. GB/s count the packed weights, or the keys and values,
+or the states, once, and are shares of what a copy of memory moves; TFLOP/s count 2 M N K, or the products of the rule's
+formula, and are shares of the library's product of two bf16 matrices.
 """
 
 import argparse
 import functools
 import statistics
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from dasllama_torch.ops import ggml_types, report, reset_report
 from dasllama_torch.ops.expert_linear import expert_linear
+from dasllama_torch.ops.gated_delta_rule import gated_delta_update
 from dasllama_torch.ops.paged_attention import paged_attention
 from dasllama_torch.ops.quant_linear import quant_linear
+from dasllama_torch.triton_kernels import gated_delta_rule
 
 SHAPES = {  # N, K
     "1B": [(2048, 2048), (8192, 2048), (2048, 8192), (128256, 2048)],
@@ -148,7 +152,7 @@ def experts(types: list[int], copied: float, product: float) -> None:
             if K % ggml_types.GGML_TYPES[qtype].block:
                 continue
             weights = [w.view(E, N, -1) for w in copies(qtype, E * N, K)]
-            for T in (1, 16, 512, 2048):
+            for T in (1, 4, 16, 64, 512, 2048):
                 x, ids = torch.randn(T, K, device="cuda"), torch.rand(T, E, device="cuda").topk(k).indices
                 reset_report()
                 spent = seconds([functools.partial(expert_linear, x, w, qtype, ids, None, True) for w in weights])
@@ -163,9 +167,31 @@ def experts(types: list[int], copied: float, product: float) -> None:
                 )
 
 
+def delta(copied: float, product: float) -> None:
+    """A layer of Qwen3-Next's (16 key heads, 32 value heads of 128), row by row and, of prompts, in chunks."""
+    G, H, D = 16, 32, 128
+    print(f"\n{'sequences':>9} {'rows':>5} {'us':>8} {'GB/s':>7} {'of copy':>8} {'TFLOP/s':>8} {'of bf16':>8}  kernel")
+    for S, new in ((1, 1), (16, 1), (1, 128), (1, 512), (1, 2048), (4, 512)):
+        T, state = S * new, torch.zeros(S, H, D, D, device="cuda")
+        slots = torch.arange(S, device="cuda", dtype=torch.int32).repeat_interleave(new)
+        q, k, v = (torch.randn(T, heads, D, device="cuda") for heads in (G, G, H))
+        g, beta = -torch.rand(T, H, device="cuda"), torch.rand(T, H, device="cuda")
+        for steps in sorted({T, min(T, 64)}, reverse=True):
+            with mock.patch.object(gated_delta_rule, "STEPS", steps):
+                reset_report()
+                spent = seconds([functools.partial(gated_delta_update, q, k, v, g, beta, state, slots)] * 4)
+            rate, products = 2 * state.nbytes / spent, 6 * T * H * D * D / spent
+            kernel = next(iter(report()["gated_delta_update"]))
+            print(
+                f"{S:9} {T:5} {spent * 1e6:8.1f} {rate / 1e9:7.0f} {rate / copied:8.0%} {products / 1e12:8.1f} "
+                f"{products / product:8.0%}  {kernel}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--what", default="few,many,attention,experts")
+    parser.add_argument("--what", default="few,many,attention,experts,delta")
     parser.add_argument("--types", default="Q4_K,Q6_K,Q8_0,Q4_0,IQ4_XS,MXFP4", help="default: %(default)s")
     parser.add_argument("--shapes", default="1B,8B", help="of models (default: %(default)s)")
     parser.add_argument("--few", default="1,4,16", help="rows of x (default: %(default)s)")
@@ -186,6 +212,8 @@ def main() -> None:
             attention(copied, product)
         if "experts" in options.what:
             experts(types, copied, product)
+        if "delta" in options.what:
+            delta(copied, product)
 
 
 if __name__ == "__main__":

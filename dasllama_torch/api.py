@@ -198,10 +198,11 @@ def create_kv_pool(
     """Memory for the keys, values and recurrent states of many sessions of the model, see `create_session`.
 
     page_rows: tokens of a page, by which sessions take memory and share it; pages of a multiple of 64 are read fastest.
-    kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, what they share counted
-    once; an evaluation that needs more raises OutOfPages and leaves its sessions as they were, to go on once others
-    have closed or gone back. None: the memory of this machine, or what the model's device has left. On the CPU a page
-    costs memory once it has been written, on a GPU once it has been handed out.
+    kv_dtype: as in `create_session`. max_bytes: the most that all sessions together may hold, recurrent states and
+    their checkpoints included, what they share counted once; an evaluation that needs more raises OutOfPages and leaves
+    its sessions as they were, to go on once others have closed or gone back. None: the memory of this machine, or what
+    the model's device has left. On the CPU a page costs memory once it has been written, on a GPU once it has been
+    handed out.
     The pool lives as long as a session of it.
     """
     layers, devices = [layer.cache for layer in model.config.layers], layer_devices(model)
@@ -237,8 +238,9 @@ def create_session(
 
     on_full: what happens to tokens that do not fit into n_ctx. "error": ContextFull. "shift": the session forgets what
     follows its first `keep` tokens, half of what there is behind them or as much as is needed, and goes on, see
-    `Session.shift`; that evaluates the rest anew, once in about n_ctx / 2 tokens. keep: None: the token that begins
-    every text (BOS), where the vocabulary wants one.
+    `Session.shift`; that evaluates the rest anew, once in about n_ctx / 2 tokens. What alone does not fit behind the
+    kept tokens is ContextFull all the same. keep: None: the token that begins every text (BOS), where the vocabulary
+    wants one.
     """
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
@@ -314,8 +316,9 @@ def create_prefix_cache(
     """A cache of what sessions of the model have evaluated, so that prompts which begin alike are evaluated once.
 
     Sessions use it by `create_session(model, prefix_cache=...)`. pool: the one whose pages it keeps; None: that of the
-    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states. checkpoint_every: pages
-    between two copies of the recurrent states, for models that have them: fewer bytes, or less to evaluate again.
+    model's f16 sessions. max_bytes: the most that it keeps, of pages and of recurrent states together; what was used
+    longest ago goes first, be it the one or the other. checkpoint_every: pages between two copies of the recurrent
+    states, for models that have them: fewer bytes, or less to evaluate again.
     """
     return PrefixCache(model, pool or _pool(model, "f16", 1), max_bytes, checkpoint_every)
 
@@ -394,20 +397,29 @@ def embed(model: CausalLM, text: str | Sequence[str], pooling: str | None = None
     return vectors[0] if isinstance(text, str) else vectors
 
 
-def load_session(model: CausalLM, path: str | os.PathLike, *, pool: KVPool | None = None) -> Session:
+def load_session(
+    model: CausalLM,
+    path: str | os.PathLike,
+    *,
+    pool: KVPool | None = None,
+    prefix_cache: PrefixCache | None = None,
+) -> Session:
     """The session that `Session.save` wrote: what it evaluates and draws next is what that one would have, to the bit.
 
-    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. Raises
-    SessionFileError for a broken file, one of another model (or of another mode, or with other weights: see
-    `session_file.fingerprint`) or another kv_dtype than the pool's; OutOfPages where the pool has no room.
+    pool: as in `create_session`, of any page size and of the kv_dtype that the file was written with. prefix_cache: as
+    in `create_session`; what the file holds is not kept there, as no file tells under which hooks it was evaluated, and
+    the session leaves its pages there once it begins anew. Raises SessionFileError for a broken file, one of another
+    model (or of another mode, or with other weights: see `session_file.fingerprint`) or another kv_dtype than the
+    pool's; OutOfPages where the pool has no room.
     """
     file = SessionFile(path, model)
-    if pool is not None and pool.kv_dtype != file.kv_dtype:
+    into = prefix_cache.pool if prefix_cache and pool is None else pool
+    if into is not None and into.kv_dtype != file.kv_dtype:
         raise SessionFileError(
-            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {pool.kv_dtype}"
+            f"{path}: keys and values are kept as {file.kv_dtype}, and in the pool as {into.kv_dtype}"
         )
     try:
-        session = create_session(model, file.kv_dtype, pool=pool, **file.how)
+        session = create_session(model, file.kv_dtype, pool=pool, prefix_cache=prefix_cache, **file.how)
     except ValueError as error:
         raise SessionFileError(f"{path}: {error}") from None
     try:

@@ -12,7 +12,7 @@ tokens of a text that the grammar leaves no choice about.
 import copy
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -48,11 +48,13 @@ class Constraint:
 
     grammar: in llguidance's dialect of Lark (its docs/syntax.md). `<name>` in it is the special token of that name, and
     `%json {...}` a JSON schema. before: what comes before a text of the language, such as a model's reasoning, as an
-    expression of that dialect. Raises ConstraintError for a grammar that is broken or too large.
+    expression of that dialect, in which two rules stand for spaces that vocabularies of SentencePiece put there and
+    texts lose: `first` for that of a reply's first token, `behind` for that of a token behind a special one. Raises
+    ConstraintError for a grammar that is broken or too large.
     """
 
     grammar: str
-    before: str = ""
+    before: str = "first"
 
     def __post_init__(self):
         if len(self.grammar) > MAX_CHARACTERS:
@@ -107,23 +109,31 @@ class Constraint:
         """Texts of a grammar in llguidance's dialect of Lark, whose rule `start` they follow."""
         return cls(text)
 
-    def matcher(self, tokenizer: Tokenizer, *, leading_space: bool = False) -> "Matcher":
+    def matcher(self, tokenizer: Tokenizer, *, leading_space: bool = False, stop_ids: Iterable[int] = ()) -> "Matcher":
         """A matcher at the beginning of a text. leading_space: the text's first token loses a space that it begins
-        with, as `StreamingDetokenizer.swallows_space` tells. Raises ConstraintError for a grammar that names special
-        tokens which the vocabulary lacks, and for a tokenizer without a vocabulary."""
-        return Matcher(self, tokenizer, leading_space)
+        with, as `StreamingDetokenizer.swallows_space` tells. stop_ids: tokens that end a text besides those of the
+        vocabulary. Raises ConstraintError for a grammar that names special tokens which the vocabulary lacks, and for
+        a tokenizer without a vocabulary."""
+        return Matcher(self, tokenizer, leading_space, stop_ids)
 
 
 class Matcher:
     """Where one text stands in a constraint's language. Raises ConstraintError as soon as a limit is exceeded or the
     vocabulary cannot spell what has to come."""
 
-    def __init__(self, constraint: Constraint, tokenizer: Tokenizer, leading_space: bool = False):
+    def __init__(
+        self,
+        constraint: Constraint,
+        tokenizer: Tokenizer,
+        leading_space: bool = False,
+        stop_ids: Iterable[int] = (),
+    ):
         llguidance = _llguidance()
         self._vocabulary = _vocabulary(tokenizer)
-        space = '" "' if leading_space else ""  # behind a special token, too
-        start = f"{EXACT}start: {constraint.before} {space} @text"
+        first, behind = ('" "' if loses else '""' for loses in (leading_space, tokenizer.add_space_prefix))
+        start = f"{EXACT}start: {constraint.before} @text\nfirst: {first}\nbehind: {behind}"
         grammars = [{"lark_grammar": start}, {"name": "text", "lark_grammar": constraint.grammar}]
+        self._ends = np.array([*self._vocabulary.eog_ids, *stop_ids], np.int64)
         self._words = np.zeros_like(self._vocabulary.end)
         self._matcher = llguidance.LLMatcher(
             self._vocabulary.tokens, json.dumps({"grammars": grammars}), log_level=0, limits=_limits(llguidance)
@@ -137,8 +147,8 @@ class Matcher:
 
     def allowed(self) -> Tensor | None:
         """The tokens that may come, bool [V]: those behind whose bytes the text can still become one of the language,
-        and the ends of generation where it is one. Tokens with a name (`<|im_end|>`) come only where the grammar names
-        them. None where the text is one of the language and none but an end can come."""
+        and those that end it where it is one. Tokens with a name (`<|im_end|>`) come only where the grammar names them.
+        None where the text is one of the language and none but an end can come."""
         vocabulary = self._vocabulary
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
@@ -146,7 +156,7 @@ class Matcher:
         if self._matcher.is_accepting():
             if np.array_equal(self._words, vocabulary.end):
                 return None
-            bits[vocabulary.eog_ids] = True
+            bits[self._ends] = True
         return torch.from_numpy(bits)
 
     def accept(self, token: int) -> None:

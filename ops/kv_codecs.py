@@ -88,19 +88,22 @@ class KVCodec:
         return _hadamard(x * _signs(x)) if self.rotated else x
 
     def dot(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Query heads f32 [H, dim] times keys [n, G, row] -> f32 [H, n]; head h meets key head h // (H / G).
+        """Query heads f32 [..., H, dim] times keys [n, G, row] -> f32 [..., H, n]; head h meets key head h // (H / G).
 
         A query that meets codes is rounded to blocks of 32 int8 with an f32 scale, halves to even.
         """
-        rows = rows.repeat_interleave(q.shape[0] // rows.shape[1], 1)  # [n, H, row]
+        G = rows.shape[1]
         if not self.block_bytes:
-            return torch.einsum("hd,nhd->hn", q, rows.float())
-        x = self.rotate(q).unflatten(-1, (-1, BLOCK))
+            return torch.einsum("...grd,ngd->...grn", q.unflatten(-2, (G, -1)), rows.float()).flatten(-3, -2)
+        x = self.rotate(q).unflatten(-1, (-1, BLOCK)).unflatten(-3, (G, -1))  # [..., G, H / G, b, 32]
         top = x.abs().amax(-1)
         x = torch.where(top == 0, 0.0, 127.0 / top)[..., None].mul(x).round()
-        codes, d = self.codes(rows)
-        integers = torch.einsum("hbe,nhbe->hnb", x, codes)  # exact: below 2^24
-        return (integers * (top / 127.0)[:, None] * d.transpose(0, 1)).sum(-1)
+        codes, d = self.codes(rows)  # [n, G, b, 32], [n, G, b]
+        dots = torch.zeros((), device=q.device)
+        for b in range(d.shape[-1]):  # one by one: all at once would be b times as large as what is asked for
+            integers = torch.einsum("...gre,nge->...grn", x[..., b, :], codes[:, :, b])  # exact: below 2^24
+            dots = dots + integers * (top[..., b, None] / 127.0) * d[:, :, b].T[:, None]
+        return dots.flatten(-3, -2)
 
 
 KV_CODECS = {

@@ -7,26 +7,32 @@ from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.registry import Cost, define, refuse_gradient
 
 
-def weigh_row(dots: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What one row takes from the n keys that it sees: dots [H, n] of its query with them, f32.
+def weigh(
+    dots: Tensor, scale: float, softcap: float, sinks: Tensor | None, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What rows take from n keys: dots [..., H, n] of their queries with them, f32. seen: bool, which keys a row sees,
+    of a shape that expands to that of dots; None: all of them.
 
-    Returns the probabilities [H, n], or [H, n + 1] with those of the sinks last, and the (capped) scores [H, n].
+    Returns the probabilities [..., H, n], or [..., H, n + 1] with those of the sinks last, and the (capped) scores
+    [..., H, n].
     """
     scores = dots * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    logits = scores if sinks is None else torch.cat([scores, sinks[:, None]], 1)
-    return torch.softmax(logits, 1), scores
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    logits = scores if sinks is None else torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], -1)
+    return torch.softmax(logits, -1), scores
 
 
 def attend_row(
     dots: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`weigh_row`, and its result with values v [n, G, Dv].
+    """`weigh` of one row, dots [H, n], and its result with values v [n, G, Dv].
 
     Returns out [H, Dv], the keys' probabilities [H, n] and the (capped) scores [H, n].
     """
-    p, scores = weigh_row(dots, scale, softcap, sinks)
+    p, scores = weigh(dots, scale, softcap, sinks)
     p = p[:, : scores.shape[1]]
     return torch.einsum("hn,nhd->hd", p, v.repeat_interleave(dots.shape[0] // v.shape[1], 1)), p, scores
 

@@ -123,7 +123,7 @@ def script(chat, ids: list[int], end: str | None = None) -> None:
     session = chat.session
     left = iter(ids if end is None else [*ids, *encode(chat, end)])
 
-    def sample(*_, **how):
+    def sample(*_, **__):
         if session.pending:
             session.eval([])
         return next(left)

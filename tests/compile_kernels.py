@@ -105,7 +105,7 @@ def launches(types: list[str]) -> list:
     positions, axes, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(16, dtype=torch.int32), torch.arange(3)
     cache = {dtype: torch.zeros(64, 5, 16, 64, dtype=dtype) for dtype in (torch.float32, torch.float16)}
     codes = [torch.zeros(64, 5, 16, 2 * size, dtype=torch.uint8) for size in (34, 18)]  # q8_0, tq4
-    state, square = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256)
+    state, square, prompt = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256), torch.zeros(80, 5, 64)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
     def attend(T, dtype, codec, sinks):
@@ -151,6 +151,9 @@ def launches(types: list[str]) -> list:
         lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
         lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
         lambda: gated_delta_rule.gated_delta_update(x, x, x, x[..., 0], x[..., 1], state, rows[0]),
+        lambda: gated_delta_rule.gated_delta_update(
+            *(prompt, prompt, prompt, prompt[..., 0], prompt[..., 1], state, torch.zeros(80, dtype=torch.int32))
+        ),
         lambda: grouped_rows.grouped_rows(
             x[0], weight.view(torch.uint8).repeat(4, 3, 1), ggml_types.F32, None, slots.repeat(5), torch.float32
         ),

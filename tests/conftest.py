@@ -121,6 +121,26 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def everywhere(threads):
+    """Calls a function on each instruction set with 1, 2 and 5 threads: all results, those of scalar kernels and one
+    thread first."""
+
+    def call(f):
+        results = []
+        try:
+            for isa in registry.isas():
+                registry.set_isa(isa)
+                for n in (1, 2, 5):
+                    threads(n)
+                    results.append(f())
+        finally:
+            registry.set_isa(None)
+        return results
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """SmolLM2-135M-Instruct, the model of `make demo`."""

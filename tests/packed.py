@@ -1,4 +1,6 @@
-"""Random packed weights of every type and what they mean, for tests of ops on packed weights."""
+"""Random packed weights of every type and what they mean, for tests of ops on packed weights, and equality of bits."""
+
+from functools import cache
 
 import gguf
 import numpy as np
@@ -23,6 +25,12 @@ def decode(qweight: torch.Tensor, row: ggml_types.GGMLType) -> torch.Tensor:
 
 def random_rows(row: ggml_types.GGMLType, N: int, K: int, seed: int = 0) -> torch.Tensor:
     """u8 [N, row_bytes]: floats from a normal distribution, or blocks of random bytes with moderate elements."""
+    return _random_rows(row.id, N, K, seed).clone()
+
+
+@cache  # each instruction set is given the same ones
+def _random_rows(qtype: int, N: int, K: int, seed: int) -> torch.Tensor:
+    row = ggml_types.GGML_TYPES[qtype]
     generator = torch.Generator().manual_seed(seed)
     if row.id in FLOATS:
         return torch.randn(N, K, generator=generator).to(FLOATS[row.id]).view(torch.uint8)
@@ -33,3 +41,8 @@ def random_rows(row: ggml_types.GGMLType, N: int, K: int, seed: int = 0) -> torc
         blocks[bad] = fresh
         bad[bad.clone()] = ~(decode(fresh, row).abs().amax(1) < 100)
     return blocks.view(N, -1)
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    """f32, signs of zeros and NaNs included."""
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))

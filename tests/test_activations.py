@@ -5,7 +5,9 @@ import gc
 
 import hf_twin
 import pytest
+import resident
 import torch
+from conftest import ROOT
 from families import GRAPHS
 from test_invariants import text
 from tolerances import ATTENTION, FP32_LOGITS
@@ -14,6 +16,7 @@ import dasllama_torch as dl
 from dasllama_torch.errors import UnknownName
 
 IDS = text(21, 23)
+TEXT = (ROOT / "benchmarks" / "passage.txt").read_text("utf-8")
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2"])
@@ -167,6 +170,32 @@ def test_nothing_else_is_kept(load):
     assert sum(each.untyped_storage().nbytes() for each in new if each.numel() > 1000) == sum(
         each.numel() * each.element_size() for each in (logits, *values)
     )
+
+
+@resident.linux
+def test_memory(demo_model):
+    """What is not named is gone when its module is done: the peak is that of a plain forward, and what was named."""
+    model = dl.load_model(demo_model)
+    ids = torch.tensor([model.encode(TEXT)[:301]])
+    assert ids.shape == (1, 301)
+    caches = {}
+
+    def run(names):
+        caches[names] = dl.run_with_cache(model, ids, names)[1] if names else model(ids).logits
+
+    with torch.no_grad():
+        run("")  # what the first call of anything takes
+        plain, few, all_layers = (
+            resident.peak(lambda n=n: run(n)) for n in ("", "model.layers.15.mlp", "model.layers.**")
+        )
+    assert nbytes(caches["model.layers.**"]) > 300e6
+    assert all_layers - plain > 0.8 * nbytes(caches["model.layers.**"])  # it would show
+    assert few - plain < nbytes(caches["model.layers.15.mlp"]) + 32e6
+
+
+def nbytes(cache):
+    values = (value if isinstance(value, tuple) else (value,) for value in (cache[name] for name in cache))
+    return sum(tensor.nbytes for value in values for tensor in value if tensor is not None)
 
 
 def test_a_session_in_windows(model):

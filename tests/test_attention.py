@@ -6,7 +6,6 @@ from attention_cases import Batch
 from tolerances import ATTENTION, ATTENTION_GRADIENT
 
 from dasllama_torch import ops
-from dasllama_torch.ops import registry
 from dasllama_torch.ops.attention import attention, attention_backward
 from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.kv_write import kv_write
@@ -154,20 +153,12 @@ def test_other_dtypes(dtype):
     assert [g.dtype for g in grads] == [dtype] * 3
 
 
-def test_instruction_sets_and_threads_agree(threads):
+def test_instruction_sets_and_threads_agree(everywhere):
     args = example(window=30, softcap=4.0, sinks=True)
     grad = torch.randn(args[0].shape)
-    results = []
-    try:
-        for isa in registry.isas():
-            registry.set_isa(isa)
-            for n in (1, 2, 5):
-                threads(n)
-                results.append((attention(*args), *attention_backward(grad, *args)))
-    finally:
-        registry.set_isa(None)
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
+    first, *others = everywhere(lambda: (attention(*args), *attention_backward(grad, *args)))
+    for other in others:
+        for found, wanted in zip(other, first, strict=True):
             assert torch.equal(found, wanted)
 
 

@@ -1,5 +1,7 @@
 """Attention patterns against transformers' eager attention, and against what the kernels do with any cache."""
 
+import contextlib
+
 import pytest
 import torch
 from families import TINY
@@ -105,6 +107,30 @@ def test_padding_and_batches(load):
     with dl.inspect.record(model, "blocks.0.attn.hook_pattern", sessions=b) as cache:
         dl.eval_batch([a, b], [IDS[:7], IDS[9:]])
     assert (cache["blocks.0.attn.hook_pattern"] - alone).abs().max() < 1e-3  # keys in f16
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "gemma4_e"])
+def test_several_sessions_in_one_forward(name, load):
+    """Of different lengths, in one batch: prompts beside single tokens, each over its own keys, windows left behind."""
+    model = load(name)
+    texts, past = [text(51, 90), text(52, 21), text(53, 40)], (87, 0, 39)
+    wanted = [dl.attention_pattern(model, ids) for ids in texts]
+    sessions = [dl.create_session(model, kv_dtype="f32", n_ctx=128) for _ in texts]
+    for session, ids, n in zip(sessions, texts, past, strict=True):
+        if n:
+            session.eval(ids[:n])
+    with contextlib.ExitStack() as stack:
+        seen = [
+            stack.enter_context(dl.inspect.record(model, "blocks.*.attn.pattern", sessions=session))
+            for session in sessions
+        ]
+        dl.eval_batch(sessions, [ids[n:] for ids, n in zip(texts, past, strict=True)])
+    for cache, patterns, ids, n in zip(seen, wanted, texts, past, strict=True):
+        for layer, pattern in patterns.items():
+            weights, sink = cache[f"blocks.{layer}.attn.pattern"]
+            assert close(weights[..., : len(ids)], pattern.weights[:, :, n:])
+            assert not weights[..., len(ids) :].any()
+            assert pattern.sink is None if sink is None else close(sink, pattern.sink[:, :, n:])
 
 
 def test_pages_that_a_window_has_left(load):

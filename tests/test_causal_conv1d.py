@@ -6,7 +6,6 @@ from tolerances import F32_ROUNDOFF
 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
-from dasllama_torch.ops import registry
 from dasllama_torch.ops.causal_conv1d import causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 
 SHAPES = [(160, 4), (16, 1), (37, 3), (5, 2), (700, 4), (64, 7)]
@@ -79,19 +78,11 @@ def test_the_cut_does_not_matter(C, K, isa):
         assert cache[:4].isnan().all()
 
 
-def test_instruction_sets_and_threads_agree(threads):
-    args = inputs(90, 900, inert=3)
-    grad, results = torch.randn(90, 900), []
-    try:
-        for isa in registry.isas():
-            registry.set_isa(isa)
-            for n in (1, 2, 5):
-                threads(n)
-                results.append((*causal_conv1d(*args), causal_conv1d_backward(grad, *args)))
-    finally:
-        registry.set_isa(None)
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
+def test_instruction_sets_and_threads_agree(everywhere):
+    args, grad = inputs(90, 900, inert=3), torch.randn(90, 900)
+    first, *others = everywhere(lambda: (*causal_conv1d(*args), causal_conv1d_backward(grad, *args)))
+    for other in others:
+        for found, wanted in zip(other, first, strict=True):
             assert torch.equal(found, wanted)
 
 

@@ -684,6 +684,20 @@ def test_no_calls_where_none_are_wanted(chat):
     assert (c.reply.calls, c.reply.finish_reason) == ((), "stop")
 
 
+@pytest.mark.parametrize("template", [QWEN2, "Qwen3.5-4B", GPT_OSS, GEMMA4, LLAMA, "GLM-4.6"])
+def test_a_model_that_wants_to_call_cannot(chat, template):
+    """However much likelier than all else what begins a call is."""
+    c = chat(template, tools=[get_weather])
+    openings = [token for name, token in c.tokenizer.special_ids().items() if name in c.tool_format.openings]
+    wanted = dl.SamplingParams(temp=1.0, seed=1, logit_bias=dict.fromkeys(openings, 99.0))
+    c.add_user("Weather?")
+    for params, choice in ((wanted, "auto"), (wanted, "none")):
+        list(c.respond(params, max_tokens=60, tool_choice=choice))
+        assert any(token in c.reply.ids for token in openings) == (choice == "auto" and openings != [])
+        assert choice == "auto" or not any(opening in c.reply.content for opening in c.tool_format.openings)
+        c.messages = c.messages[:1]
+
+
 @pytest.mark.parametrize("template", [QWEN2, QWEN3, "Qwen3.5-4B", GPT_OSS, GEMMA4, LLAMA, "GLM-4.6"])
 @pytest.mark.parametrize("choice", ["required", "set_days"])
 def test_a_call_is_made_where_one_is_wanted(chat, template, choice):

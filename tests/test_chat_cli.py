@@ -27,6 +27,7 @@ from dasllama_torch.gguf.writer import write_gguf
 COMMAND = [sys.executable, "-m", "dasllama_torch.cli", "chat"]
 TEMPLATE = "HuggingFaceTB-SmolLM3-3B"
 QWEN3 = "Qwen-Qwen3-0.6B"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
 
 
@@ -66,15 +67,39 @@ def test_a_pipe_gets_the_answer_alone(model_file, capsys, monkeypatch, tmp_path)
     assert err.count("\n") == 1
 
 
-def test_an_answer_fits_its_schema(model_file, capsys, monkeypatch, tmp_path):
-    schema = tmp_path / "schema.json"
-    schema.write_text(json.dumps({"enum": ["yes", "no"]}))
+@pytest.mark.parametrize(
+    ("option", "given", "wanted"),
+    [
+        ("--json-schema", '{"enum": ["yes", "no"]}', {'"yes"', '"no"'}),
+        ("--grammar", 'root ::= "yes" | "no"', {"yes", "no"}),
+        ("--regex", "yes|no", {"yes", "no"}),
+    ],
+)
+def test_an_answer_is_what_it_has_to_be(model_file, capsys, monkeypatch, tmp_path, option, given, wanted):
+    file, template = tmp_path / "given", tmp_path / "plain.jinja"
+    file.write_text(given)
+    template.write_text(PLAIN)
     pipe(monkeypatch, b"Yes or no?")
+    value = given if option == "--regex" else str(file)
+    assert cli.main(["chat", str(model_file), option, value, "--template", str(template), "-n", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert out.removesuffix("\n") in wanted
+    assert err.endswith("ended by stop\n")
+
+
+def test_an_answer_ends_before_a_stop_string(model_file, capsys, monkeypatch, tmp_path):
     template = tmp_path / "plain.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
-    options = ["--json-schema", str(schema), "--template", str(template), "-n", "20"]
+    template.write_text(PLAIN)
+    with dl.create_chat(dl.load_model(model_file), chat_template=PLAIN) as chat:
+        chat.add_user("Hello")
+        said = "".join(map(str, chat.respond(max_tokens=12)))
+    end = said[len(said) // 2 :][:2]
+    pipe(monkeypatch, b"Hello")
+    options = ["--template", str(template), "-n", "12", "--stop", "nowhere in it", "--stop", end]
     assert cli.main(["chat", str(model_file), *options]) == 0
-    assert json.loads(capsys.readouterr().out) in ("yes", "no")
+    out, err = capsys.readouterr()
+    assert out == said[: said.index(end)] + "\n"
+    assert err.endswith("ended by stop\n")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +109,13 @@ def test_an_answer_fits_its_schema(model_file, capsys, monkeypatch, tmp_path):
         (b" \n\n", [], "the message on standard input is empty"),
         (bytes(range(256)), [], "standard input is not UTF-8 text: byte 128 is 0x80"),
         (b"x", ["--template", "{}/none"], "No such file"),
-        (b"x", ["--template", "{}/garbage"], "no UTF-8 text: byte 0 is 0xff"),
+        (b"x", ["--template", "{}/garbage"], "/garbage is not UTF-8 text: byte 0 is 0xff"),
         (b"x", ["--template", "{}/broken"], "chat_template: "),
         (b"x", ["--json-schema", "{}/broken"], "the JSON schema is no JSON"),
+        (b"x", ["--grammar", "{}/garbage"], "/garbage is not UTF-8 text: byte 0 is 0xff"),
+        (b"x", ["--regex", "("], "refused"),
+        (b"x", ["--regex", "a", "--grammar", "{}/broken"], "wanted one of --json-schema, --regex and --grammar"),
+        (b"x", ["--device", "nosuch"], "device 'nosuch' is unknown"),
         (b"x", ["--top-p", "2"], "top_p is 2.0, wanted in (0, 1]"),
         (b"x" * 100_000, ["--ctx", "512"], "n_ctx=512"),
         (b"x", ["--max-tokens", "0"], "--max-tokens"),

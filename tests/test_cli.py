@@ -400,5 +400,5 @@ def test_run_writes_what_a_constraint_admits_and_ends_before_a_stop_string(capsy
     assert "wanted one of" in fails(capsys, "run", demo_model, "x", "--regex", "a", "--grammar", str(gbnf))
     assert "refused" in fails(capsys, "run", demo_model, "x", "--regex", "(")
     gbnf.write_bytes(b"root ::= \xff")
-    assert "not UTF-8" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
+    assert "g.gbnf is not UTF-8 text: byte 9 is 0xff" in fails(capsys, "run", demo_model, "x", "--grammar", str(gbnf))
     assert "No such file" in fails(capsys, "run", demo_model, "x", "--json-schema", str(tmp_path / "none.json"))

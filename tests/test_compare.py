@@ -78,6 +78,10 @@ def test_equal_to_transformers_at_every_module(case, oracle):
     assert result.first is None
     places = {m.place for m in result.modules}
     rotated = "model.layers.3.self_attn" if case == "qwen35" else "model.layers.0.self_attn"
+    assert not result.shapes_differ
+    if case == "qwen35":  # what its delta nets call functions for is seen, too
+        assert {"model.layers.0.linear_attn.conv1d", "model.layers.2.linear_attn.delta"} <= places
+        assert not result.only_in_model
     assert any(place.startswith(f"{rotated}.rope") for place in places)
     assert {f"{rotated}.attn", f"{rotated}.o_proj", "model.norm", "lm_head", "logits"} <= places
     assert max(result.kl) < 1e-6
@@ -138,6 +142,19 @@ def test_a_transposed_expert(oracle):
     assert dl.compare(model, hf_of(path), PROMPT).first.place == "model.layers.1.mlp.experts"
     ours = dl.load_model(path, mode="fp32")
     assert dl.compare(model, ours, PROMPT).first.place == "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "place"),
+    [
+        ("ssm_conv1d.weight", lambda weight: weight.flip(-1), "conv1d"),
+        ("ssm_a", lambda decay: 1.1 * decay, "delta"),
+    ],
+)
+def test_a_fault_of_a_delta_net(oracle, name, fault, place):
+    path = oracle / "tiny" / "qwen35.gguf"
+    first = dl.compare(faulty(path, f"blk.1.{name}", fault), hf_of(path), PROMPT).first
+    assert first.place == f"model.layers.1.linear_attn.{place}"
 
 
 def test_a_norm_without_its_one(twins):
@@ -231,20 +248,24 @@ def test_it_shows_itself(twins):
     assert cells.rows == len(result.table().rows) + 1
 
 
-def test_nothing_is_left_behind(twins):
+def test_nothing_is_left_behind(twins, oracle):
     """Neither hooks nor what the taps put in transformers' place."""
     from transformers.modeling_utils import AttentionInterface
+    from transformers.models.qwen3_5 import modeling_qwen3_5
 
     twin = twins("llama")
     model = dl.load_model(twin.path)
-    before = AttentionInterface.get_interface
+    functions = (AttentionInterface, "get_interface"), (modeling_qwen3_5, "causal_conv1d_fn")
+    before = [getattr(*function) for function in functions]
     hooked = twin.hf.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         dl.compare(model, twin.hf, PROMPT)
     hooked.remove()
-    assert AttentionInterface.get_interface is before
-    for root in (model, twin.hf):
-        assert not any(module._forward_hooks for module in root.modules())
+    hybrid = hf_of(oracle / "tiny" / "qwen35.gguf")
+    dl.compare(hybrid, hybrid, PROMPT)
+    assert [getattr(*function) for function in functions] == before
+    for root in (model, twin.hf, hybrid):
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in root.modules())
 
 
 def test_what_cannot_be_compared_is_refused(twins, oracle):

@@ -17,6 +17,8 @@ from vocabularies import bpe, spm
 
 import dasllama_torch as dl
 from dasllama_torch import constraints
+from dasllama_torch.chat.choice import behind_reasoning
+from dasllama_torch.chat.thinking import Tagged
 from dasllama_torch.constraints import Constraint
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
 from dasllama_torch.text.special import TokenType
@@ -337,6 +339,55 @@ def test_a_space_that_the_text_loses_is_put_before_it():
                 ids.append(dice.choice([token for token in choice if token not in tok.eog_ids]))
                 matcher.accept(ids[-1])
             assert re.fullmatch(pattern, tok.decode(ids)), ids
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("leading_space", [False, True])
+def test_reasoning_before_a_text_that_loses_its_space(inside, leading_space):
+    """The first token behind the prompt and the one behind a tag begin with the space, and one behind a line break does
+    not. inside: the prompt opens the reasoning. leading_space: it ends with a special token."""
+    marks = "<think>", "</think>"
+    pieces = {"▁": -1.0, "▁yes": -2.0, "yes": -3.0, "▁no": -2.0, "no": -7.0}
+    words = spm(pieces, dict.fromkeys(marks, TokenType.CONTROL))
+    tok = Tokenizer.from_metadata(words)
+    reasoning = Tagged(open=marks[0], close=marks[1], tokens=marks)
+    constraint = behind_reasoning(
+        Constraint.regex("(yes|no){1,2}"), reasoning, tok.special_ids(), inside=inside, calls=False
+    )
+    opening, closing, spaced, plain, line = map(words["tokenizer.ggml.tokens"].index, (*marks, "▁yes", "yes", "<0x0A>"))
+
+    def behind(*ids):
+        matcher = constraint.matcher(tok, leading_space=leading_space)
+        for token in ids:
+            matcher.accept(token)
+        return matcher.allowed()[[spaced, plain, closing]].tolist()
+
+    thought = [] if inside else [opening]
+    assert behind() == ([True, True, True] if inside else [leading_space, not leading_space, False])
+    assert behind(*thought, plain) == [True, True, True]
+    assert behind(*thought, plain, closing) == [True, False, False]
+    assert behind(*thought, plain, closing, line, line) == [False, True, False]
+    for seed in range(20):
+        dice, ids = random.Random(seed), []
+        matcher = constraint.matcher(tok, leading_space=leading_space)
+        while not matcher.complete and (allowed := matcher.allowed()) is not None:
+            choice = allowed.nonzero().flatten().tolist()
+            if ids and tok.eog_ids & set(choice):
+                break
+            ids.append(closing if allowed[closing] and len(ids) > 5 else dice.choice(choice))
+            matcher.accept(ids[-1])
+        stream = StreamingDetokenizer(tok, skip_special=False, prev_id=tok.bos_id if leading_space else plain)
+        reply = reasoning.split("".join(map(stream.feed, ids)) + stream.finish(), inside)
+        assert re.fullmatch("(yes|no){1,2}", reply.content), ids
+
+
+def test_a_stop_id_comes_where_the_text_may_end(tokenizer):
+    a, b, stop = (tokenizer.encode(letter, add_special=False)[0] for letter in "abx")
+    matcher = Constraint.regex("(ab)+").matcher(tokenizer, stop_ids=[stop])
+    for token, is_complete in ((a, False), (b, False), (a, True), (b, False)):
+        assert matcher.allowed()[stop] == is_complete
+        matcher.accept(token)
+    assert matcher.allowed()[stop]
 
 
 @pytest.mark.parametrize(

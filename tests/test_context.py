@@ -87,6 +87,16 @@ def test_what_does_not_fit_behind_the_kept_tokens_is_refused(load):
     assert session.tokens == text(1, 8) + text(2, 12)
 
 
+def test_a_prompt_beyond_the_context_is_refused_where_the_session_shifts_too(load):
+    session = dl.create_session(load("llama"), n_ctx=20, on_full="shift")
+    logits = session.eval(text(1, 15))
+    for whole in (session.prefill, lambda ids: list(session.generate(ids, whole=True))):
+        with pytest.raises(dl.ContextFull, match="21 tokens exceed the session's context, n_ctx=20"):
+            whole(text(2, 21))
+    assert session.tokens == text(1, 15)
+    assert torch.equal(session.logits, logits)
+
+
 def test_a_full_session_without_a_shift_stops(load):
     session = dl.create_session(load("llama"), n_ctx=20)
     assert len(list(session.generate(text(1, 18)))) == 3

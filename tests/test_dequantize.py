@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from functools import cache
 
 import gguf
 import numpy as np
@@ -41,12 +42,19 @@ def by_gguf_py(blocks: torch.Tensor, qtype: int) -> torch.Tensor:
         return torch.from_numpy(np.array(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType(qtype))))
 
 
-@pytest.mark.parametrize("qtype", IN_GGUF_PY, ids=name)
-def test_all_bytes_give_what_gguf_py_gives(qtype, isa):
+@cache  # one for all instruction sets
+def all_bytes(qtype: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks, and what gguf-py makes of them; the reference agrees."""
     blocks = random_blocks(qtype, 500)
     wanted = by_gguf_py(blocks, qtype)
-    assert_same_bits(dequantize(blocks, qtype), wanted)
     assert_same_bits(dequantize.reference(blocks, qtype), wanted)
+    return blocks, wanted
+
+
+@pytest.mark.parametrize("qtype", IN_GGUF_PY, ids=name)
+def test_all_bytes_give_what_gguf_py_gives(qtype, isa):
+    blocks, wanted = all_bytes(qtype)
+    assert_same_bits(dequantize(blocks, qtype), wanted)
 
 
 @pytest.mark.parametrize("qtype", sorted(NOT_IN_GGUF_PY), ids=name)

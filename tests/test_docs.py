@@ -60,6 +60,11 @@ def test_the_table_of_parity_is_of_these_architectures_and_types():
         for _, *values in rows:
             for arch, value in zip(head[1:], values, strict=True):
                 assert float(value) <= tolerance * unit * TINY.get(arch, 1)
+    published = text.split("## Published models\n")[1]
+    assert script.PUBLISHED in published, "run docs/write_parity.py again"
+    figures = {row[0]: float(row[1]) for row in re.findall(r"^\| (\w+) \| ([\d.e+]+) \|", published, re.M)}
+    assert figures.keys() == {"smollm2", "gemma3"}
+    assert max(figures.values()) <= FP32_LOGITS * 1e6
 
 
 def test_the_verbs_of_chat_are_there():

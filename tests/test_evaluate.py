@@ -184,6 +184,13 @@ def test_what_cannot_be_evaluated_is_refused(twin, oracle):
             n_ctx=8,
             progress=False,
         )
-    for wrong in (dict(n_ctx=3), dict(convention="gpt"), dict(stride=8), dict(convention="hf", n_ctx=8, stride=9)):
+    for wrong in (
+        dict(n_ctx=3),
+        dict(convention="gpt"),
+        dict(stride=8),
+        dict(convention="hf", n_ctx=8, stride=9),
+        dict(convention="hf", n_ctx=8, stride=0),
+        dict(max_windows=0),
+    ):
         with pytest.raises(ValueError, match="wanted|convention"):
             dl.evaluate(model, TEXT, **wrong)

@@ -13,7 +13,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
-from dasllama_torch.ops import registry
 from dasllama_torch.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_backward, gated_delta_update
 
 SHAPES = [(2, 6, 16, 16), (1, 1, 128, 128), (2, 4, 24, 40), (3, 3, 7, 5), (1, 2, 1, 80), (2, 2, 33, 17)]
@@ -112,19 +111,13 @@ def test_the_cut_does_not_matter(G, H, Dk, Dv, isa):
         assert cache[[0, 1, 2, 3, 4, 5, 6, 8]].isnan().all()
 
 
-def test_instruction_sets_and_threads_agree(threads):
+def test_instruction_sets_and_threads_agree(everywhere):
     args = inputs(90, 4, 8, 64, 80, inert=3)
-    results = []
-    try:
-        for isa in registry.isas():
-            registry.set_isa(isa)
-            for n in (1, 2, 5):
-                threads(n)
-                results.append((*gated_delta_rule(*args), *gated_delta_rule_backward(args[2].nan_to_num(), *args)))
-    finally:
-        registry.set_isa(None)
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
+    first, *others = everywhere(
+        lambda: (*gated_delta_rule(*args), *gated_delta_rule_backward(args[2].nan_to_num(), *args))
+    )
+    for other in others:
+        for found, wanted in zip(other, first, strict=True):
             assert torch.equal(found, wanted)
 
 

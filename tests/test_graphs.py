@@ -43,11 +43,11 @@ def eager(monkeypatch):
     return call
 
 
-def decode(model, ids, sessions=1):
+def decode(model, ids, sessions=1, start=2):
     """Logits of single-token steps, sessions at different positions, each fed ids from another place."""
     opened = [dl.create_session(model, n_ctx=256) for _ in range(sessions)]
     for i, session in enumerate(opened):
-        session.eval(ids[: 3 * i + 2])
+        session.eval(ids[: 3 * i + start])
     steps = [torch.stack(dl.eval_batch(opened, [[ids[i + k]] for i in range(sessions)])) for k in range(len(ids) // 2)]
     for session in opened:
         session.close()
@@ -64,11 +64,14 @@ def counted(f):
 @pytest.mark.parametrize("name", TINY)
 def test_every_family(name, quantized, oracle, q8_0, eager):
     model = dl.load_model(q8_0(name) if quantized else oracle / "tiny" / f"{name}.gguf")
-    ids = text(11, 140)  # crosses pages, windows and original contexts
-    found, steps = counted(lambda: decode(model, ids))
+    ids = text(11, 54)
+    found, steps = counted(lambda: decode(model, ids[:20]))
     assert graphs.why_not(model) == ""
-    assert steps["recorded"] == 69  # all but the first one
-    assert torch.equal(found, eager(lambda: decode(model, ids)))
+    assert steps["recorded"] == 9  # all but the first one
+    assert torch.equal(found, eager(lambda: decode(model, ids[:20])))
+    found, steps = counted(lambda: decode(model, ids, start=50))  # across pages, windows and original contexts
+    assert steps["recorded"] >= 26
+    assert torch.equal(found, eager(lambda: decode(model, ids, start=50)))
 
 
 @pytest.mark.parametrize("sessions", [2, 3, 5, 8])

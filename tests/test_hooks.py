@@ -6,6 +6,7 @@ import torch
 
 import dasllama_torch as dl
 from dasllama_torch.engine import graphs
+from dasllama_torch.ops import report, reset_report
 
 # Every kind of module that a family has, at least once.
 CASES = ["qwen2vl", "phi3", "gpt-oss", "gemma4_e", "gemma4_moe", "qwen35moe", "qwen3next", "mistral3_yarn"]
@@ -32,6 +33,12 @@ def run(model):
     return out
 
 
+def counted_run(model):
+    """`run`, and how many steps were replayed from a recording."""
+    reset_report()
+    return run(model), report()["step"].get("recorded", 0)
+
+
 def same(found, wanted):
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -48,8 +55,10 @@ def changed(output):
 
 
 def test_hooks_that_change_nothing(model):
-    """On all modules at once: the input as it came, the output handed back; each has been called in each step."""
-    wanted, calls = run(model), dict.fromkeys(leaves(model), 0)
+    """On all modules at once: the input as it came, the output handed back; each has been called in each step. Without
+    hooks the small steps are replayed, with them they run module by module."""
+    (wanted, replayed), calls = counted_run(model), dict.fromkeys(leaves(model), 0)
+    assert replayed >= 3
     hooks = []
     for path, module in leaves(model).items():
 
@@ -61,13 +70,16 @@ def test_hooks_that_change_nothing(model):
             return output
 
         hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
-    found = run(model)
+    found, replayed = counted_run(model)
     for hook in hooks:
         hook.remove()
     assert same(found, wanted)
+    assert replayed == 0
     containers = {path for path, module in leaves(model).items() if isinstance(module, torch.nn.ModuleList)}
     assert {path for path, n in calls.items() if not n} == containers
-    assert same(run(model), wanted)
+    found, replayed = counted_run(model)
+    assert same(found, wanted)
+    assert replayed >= 3
 
 
 def test_each_kind_of_module_may_replace_its_output(model):

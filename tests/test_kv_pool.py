@@ -51,7 +51,7 @@ class Scribe(nn.Module):
                 for slot, token in zip(step.state_slots.tolist(), ids.tolist(), strict=True):
                     layer.conv[slot] = token
                     layer.delta[slot] = hashed(layer.delta[slot, 0, 0, 0].item(), token)
-        return SimpleNamespace(logits=torch.zeros(1, len(step.logit_rows), 1))
+        return SimpleNamespace(logits=torch.zeros(1, len(step.logit_rows), N_VOCAB))
 
     def get_input_embeddings(self):
         return nn.Identity()
@@ -199,18 +199,19 @@ class Pool(RuleBasedStateMachine):
 
     def eval_ids(self, batch):
         sessions = [self.sessions[i] for i in batch]
-        if any(session.n_past + len(batch[i]) > N_CTX for i, session in zip(batch, sessions, strict=True)):
+        texts = [self.sessions[i].pending + ids for i, ids in batch.items()]
+        if any(session.n_past + len(ids) > N_CTX for session, ids in zip(sessions, texts, strict=True)):
             with pytest.raises(dl.ContextFull):
                 dl.eval_batch(sessions, list(batch.values()), "all")
             return
         streams, most = [stream.copy() for stream in self.streams], 0
         marks = {
-            k: self.cache.marks(self.sessions[i], len(ids))
-            for k, (i, ids) in enumerate(batch.items())
-            if self.sessions[i].prefix_cache
+            k: self.cache.marks(session, len(ids))
+            for k, (session, ids) in enumerate(zip(sessions, texts, strict=True))
+            if session.prefix_cache
         }
-        for window in plan_windows(list(map(len, batch.values())), MAX_ROWS, marks=marks):
-            chunks = [(streams[list(batch)[c.index]], list(batch.values())[c.index][c.start : c.stop]) for c in window]
+        for window in plan_windows(list(map(len, texts)), MAX_ROWS, marks=marks):
+            chunks = [(streams[list(batch)[c.index]], texts[c.index][c.start : c.stop]) for c in window]
             for stream, ids in chunks:
                 stream.write(ids, holders(streams))
             most = max(most, nbytes(self.pool, streams))
@@ -259,6 +260,19 @@ class Pool(RuleBasedStateMachine):
             self.done["cannot rewind"] += 1
             with pytest.raises(dl.CannotRewind):
                 session.truncate(n)
+
+    @rule(i=which, keep=st.sampled_from([0, 1, 6, 30]), n=st.integers(1, 40))
+    def shift(self, i, keep, n):
+        """What is left to be evaluated anew waits for whatever is done next."""
+        session, stream = self.sessions[i], self.streams[i]
+        if held := session.tokens + session.pending:
+            self.done["shift"] += 1
+            keep = session.keep = min(keep, len(held) - 1)
+            n = min(n, len(held) - keep)
+            start = next(k for k in range(min(keep, session.n_past), -1, -1) if stream.reaches(k))
+            session.shift(n)
+            stream.truncate(start)
+            assert session.pending == held[start:keep] + held[keep + n :]
 
     @rule(i=which)
     def checkpoint(self, i):
@@ -459,7 +473,7 @@ def test_whatever_is_done_to_many_sessions(layers, monkeypatch):
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
     few = settings(max_examples=31, stateful_step_count=150, deadline=None, suppress_health_check=health)
     run_state_machine_as_test(Pool, settings=few)
-    kinds = "eval", "fork", "truncate", "checkpoint", "close", "insert", "attach", "turn"
+    kinds = "eval", "fork", "truncate", "shift", "checkpoint", "close", "insert", "attach", "turn"
     assert sum(map(Pool.done.get, kinds)) >= 3334
     assert min(map(Pool.done.get, (*kinds, "out of pages", "cannot rewind", "attached"))) > 0
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_invariants import assert_same, text
+from test_invariants import text
 from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
@@ -11,14 +11,9 @@ import dasllama_torch as dl
 ORIGINAL = 256  # original context of the golden case
 
 
-@pytest.fixture(params=["native", "fp32"])
-def mode(request):
-    return request.param
-
-
 @pytest.fixture
-def model(oracle, mode):
-    return dl.load_model(oracle / "tiny" / "phi3_longrope.gguf", mode=mode)
+def model(load):
+    return load("phi3_longrope")
 
 
 def logits(model, ids, n_ctx, size=10**6):
@@ -26,31 +21,30 @@ def logits(model, ids, n_ctx, size=10**6):
         return torch.cat([session.eval(ids[i : i + size], logits="all") for i in range(0, len(ids), size)])
 
 
-def test_chunks_across_the_original_context(model, mode):
+def test_chunks_across_the_original_context(model):
     ids = text(1, ORIGINAL + 44)
     wanted = logits(model, ids, 300)
     for size in (1, 3, 64):
-        assert_same(logits(model, ids, 300, size), wanted, mode)
+        assert torch.equal(logits(model, ids, 300, size), wanted)
 
 
-def test_the_context_decides(model, mode):
+def test_the_context_decides(model):
     ids = text(2, 50)
     short, long = logits(model, ids, ORIGINAL), logits(model, ids, ORIGINAL + 1)
     assert (short - long).abs().max() > 0.1 * short.std()
-    assert_same(logits(model, ids, 60), short, mode)
-    assert_same(logits(model, ids, 4096), long, mode)
+    assert torch.equal(logits(model, ids, 60), short)
+    assert torch.equal(logits(model, ids, 4096), long)
 
 
-def test_neighbours_of_another_context(model, mode):
+def test_neighbours_of_another_context(model):
     ids, other = text(3, 60), text(4, 270)
     wanted = logits(model, ids, ORIGINAL), logits(model, other, 512)
     with dl.create_session(model, n_ctx=ORIGINAL) as a, dl.create_session(model, n_ctx=512) as b:
         for found, want in zip(dl.eval_batch([a, b], [ids, other], logits="all"), wanted, strict=True):
-            assert_same(found, want, mode)
+            assert torch.equal(found, want)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode", ["fp32"], indirect=True)
 def test_without_a_cache_the_tokens_in_hand_decide(model, oracle):
     """Each sequence of a batch as alone; transformers lets the longest decide for all."""
     data = np.load(oracle / "tiny" / "phi3_longrope.npz")

@@ -31,7 +31,7 @@ def hf_model(facts, device="meta"):
     """The transformers model of a golden case, with eager attention and weights of its own."""
     config = dict(facts["config"])
     config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     if "vision" in " ".join(config.sub_configs):
         for name, value in TOWER.items():
             if hasattr(config.vision_config, name):

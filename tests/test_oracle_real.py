@@ -76,14 +76,24 @@ def fp32(path_and_golden):
     return dl.load_model(path_and_golden[0], mode="fp32"), path_and_golden[1]
 
 
-def all_logprobs(model, ids, kv_dtype):
-    with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        return session.eval(ids, logits="all").double().log_softmax(-1)
+def logprobs_behind(model, ids, forced=()):
+    """f64 [1 + len(forced), V]: behind ids, and behind each of the tokens that are forced to follow."""
+    with dl.create_session(model, kv_dtype="f32", n_ctx=1024) as session:
+        rows = session.eval(ids)[None]
+        if forced:
+            rows = torch.cat([rows, session.eval(forced, logits="all")])
+    return rows.double().log_softmax(-1)
 
 
 def nll(model, ids, kv_dtype):
-    logprobs = all_logprobs(model, ids, kv_dtype)[:-1]
-    return -logprobs[torch.arange(len(ids) - 1), ids[1:]].numpy()
+    """f64 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
+    found = []
+    with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
+        for i in range(0, len(ids), 128):
+            logprobs = session.eval(ids[i : i + 128], logits="all").double().log_softmax(-1)
+            following = torch.tensor(ids[i + 1 : i + 129])
+            found.append(-logprobs[torch.arange(len(following)), following])
+    return torch.cat(found).numpy()
 
 
 def test_prompt_ids(native):
@@ -103,37 +113,33 @@ def test_natural_text(native, kv_dtype):
     assert rms(found - hf) <= REAL_NLL_RMS * rms(peer - hf)
 
 
-@pytest.fixture(scope="module")
-def long_texts(fp32):
-    """Token ids of some texts and their NLL in fp32 mode; `test_dequantized_logprobs` ties that to transformers."""
-    root = Path(__file__).parent.parent
-    names = ("benchmarks/passage.txt", "README.md", "CONTRIBUTING.md", "LICENSE")
-    ids = [fp32[0].encode((root / name).read_text())[:600] for name in names]
-    return ids, np.concatenate([nll(fp32[0], text, "f32") for text in ids])
-
-
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
-def test_longer_natural_text(native, long_texts, kv_dtype):
-    """Long enough for the bound itself."""
-    ids, wanted = long_texts
-    found = np.concatenate([nll(native[0], text, kv_dtype) for text in ids])
+@pytest.mark.parametrize("fixture", ["demo_model", "gemma_model"])
+def test_longer_natural_text(request, fixture):
+    """Long enough for the bound itself; `test_dequantized_logprobs` ties fp32 mode to transformers."""
+    path, root = request.getfixturevalue(fixture), Path(__file__).parent.parent
+    model, exact = dl.load_model(path), dl.load_model(path, mode="fp32")
+    names = ("benchmarks/passage.txt", "README.md", "CONTRIBUTING.md")
+    texts = [model.encode((root / name).read_text())[:550] for name in names]
+    found, wanted = (np.concatenate([nll(each, text, "f16") for text in texts]) for each in (model, exact))
     assert len(found) > 1500
     assert abs(found.mean() / wanted.mean() - 1) <= REAL_NLL
 
 
-@pytest.mark.parametrize("kv_dtype", list(KV_NLL))
-def test_codecs_of_keys_and_values(native, kv_dtype):
+@pytest.mark.parametrize("fixture", ["demo_model", "gemma_model"])
+def test_codecs_of_keys_and_values(request, fixture):
     """Text soup shows after a hundred tokens or two, and on one instruction set alone: ggml-org/llama.cpp#23717."""
-    model = native[0]
+    model = dl.load_model(request.getfixturevalue(fixture))
     ids = model.encode((Path(__file__).parent.parent / "benchmarks" / "passage.txt").read_text())[:300]
     for isa in registry.isas()[1:]:
         registry.set_isa(isa)
         try:
-            more = nll(model, ids, kv_dtype) - nll(model, ids, "f16")
+            exact, *others = (nll(model, ids, kv_dtype) for kv_dtype in ("f16", *KV_NLL))
         finally:
             registry.set_isa(None)
-        noise = 2 * more.std() / np.sqrt(len(more))  # of the mean over so short a text
-        assert more.mean() <= KV_NLL[kv_dtype] + noise
+        for found, bound in zip(others, KV_NLL.values(), strict=True):
+            more = found - exact
+            noise = 2 * more.std() / np.sqrt(len(more))  # of the mean over so short a text
+            assert more.mean() <= bound + noise
 
 
 def test_teacher_forced(native):
@@ -144,8 +150,7 @@ def test_teacher_forced(native):
         margins = golden.data[f"{name}_margin_kv32"]
         top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_kv32"]).long()
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_kv32"])
-        n = len(prompt["ids"])
-        logprobs = all_logprobs(model, prompt["ids"] + forced[:-1], "f32")[n - 1 :]
+        logprobs = logprobs_behind(model, prompt["ids"], forced[:-1])
         for step, token in enumerate(forced):
             if margins[step] > REAL_TOP1_MARGIN:
                 assert logprobs[step].argmax() == token, f"{name}, step {step}, margin {margins[step]:.2f}"
@@ -158,8 +163,7 @@ def test_dequantized_greedy(fp32):
     for name, prompt in golden.prompts.items():
         margins = golden.data[f"{name}_margin_hf"]
         greedy = prompt["hf_dequant_fp32"]["greedy"]
-        n = len(prompt["ids"])
-        best = all_logprobs(model, prompt["ids"] + greedy[:-1], "f32")[n - 1 :].argmax(-1)
+        best = logprobs_behind(model, prompt["ids"], greedy[:-1]).argmax(-1)
         for step, wanted in enumerate(greedy):
             if margins[step] <= REAL_GREEDY_MARGIN:
                 break
@@ -170,7 +174,7 @@ def test_dequantized_logprobs(fp32):
     """The stored top-10 of transformers' own first step: far tighter than greedy ids."""
     model, golden = fp32
     for name, prompt in golden.prompts.items():
-        logprobs = all_logprobs(model, prompt["ids"], "f32")[-1]
+        (logprobs,) = logprobs_behind(model, prompt["ids"])
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
         found = logprobs[torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()]
         assert (found - wanted).abs().max() <= REAL_LOGPROBS_FP32

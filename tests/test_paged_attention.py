@@ -1,6 +1,7 @@
 """Paged attention against float64 and transformers' eager functions; and that a row's bits depend on nothing else."""
 
 import itertools
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 from dasllama_torch import ops
 from dasllama_torch.errors import KernelError
-from dasllama_torch.ops import registry
 from dasllama_torch.ops.kv_codecs import KV_CODECS
 from dasllama_torch.ops.paged_attention import paged_attention
 
@@ -30,6 +30,13 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 # ---- what is computed -----------------------------------------------------------------------------------------------
+
+
+@cache  # one for all instruction sets
+def of_shape(H, G, D, Dv, R, codec):
+    """A batch, and what its attention is."""
+    batch = Batch([(0, 5), (70, 3), (130, 1), (0, 1)], H=H, G=G, D=D, Dv=Dv, R=R, codec=codec, inert=3)
+    return batch, batch.wanted()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -49,26 +56,20 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     ],
 )
 def test_against_float64(H, G, D, Dv, R, codec, isa):
-    batch = Batch([(0, 5), (70, 3), (130, 1), (0, 1)], H=H, G=G, D=D, Dv=Dv, R=R, codec=codec, inert=3)
+    batch, wanted = of_shape(H, G, D, Dv, R, codec)
     ops.reset_report()
     found = paged_attention(*batch.args())
     assert ops.report() == {"paged_attention": {f"cpu/{isa}": 1}}
     assert found.shape == (13, H, Dv)
     assert found.is_contiguous()
-    assert_close(found, batch.wanted())
+    assert_close(found, wanted)
 
 
 OPTIONS = list(itertools.product([0, 1, 4, 65, 300], [0.0, 0.5, 30.0], [False, True]))  # window, softcap, sinks
 
 
-@pytest.mark.parametrize(
-    ("codec", "window", "softcap", "sinks"),
-    [
-        *((codec, *options) for codec in ("f32", "f16") for options in OPTIONS),
-        *((codec, *options) for codec in ("q8_0", "tq4") for options in OPTIONS[::7]),
-    ],
-)
-def test_options_against_float64(codec, window, softcap, sinks, isa):
+@cache
+def with_options(codec, window, softcap, sinks):
     batch = Batch(
         [(0, 70), (520, 3), (255, 2)],
         D=32,
@@ -79,7 +80,19 @@ def test_options_against_float64(codec, window, softcap, sinks, isa):
         spans=[(0, 10, 30), (0, 63, 66), (1, 521, 523)],
         inert=2,
     )
-    assert_close(paged_attention(*batch.args()), batch.wanted())
+    return batch, batch.wanted()
+
+
+@pytest.mark.parametrize(
+    ("codec", "window", "softcap", "sinks"),
+    [
+        *((codec, *options) for codec in ("f32", "f16") for options in OPTIONS),
+        *((codec, *options) for codec in ("q8_0", "tq4") for options in OPTIONS[::7]),
+    ],
+)
+def test_options_against_float64(codec, window, softcap, sinks, isa):
+    batch, wanted = with_options(codec, window, softcap, sinks)
+    assert_close(paged_attention(*batch.args()), wanted)
 
 
 def test_the_reference_against_float64():
@@ -203,22 +216,13 @@ def test_a_row_is_the_same_in_any_batch(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_instruction_sets_and_threads_agree(form, threads):
+def test_instruction_sets_and_threads_agree(form, everywhere):
     """Including a context of several splits with few rows, whose splits go to different threads."""
-    results = {}
     for sequences in ([(0, 60), (300, 7)], [(900, 2)]):
         batch = Batch(sequences, inert=1, **form)
-        try:
-            for isa in registry.isas():
-                registry.set_isa(isa)
-                for n in (1, 2, 5):
-                    threads(n)
-                    results[isa, n] = paged_attention(*batch.args())
-        finally:
-            registry.set_isa(None)
-        first = results["scalar", 1]
+        first, *others = everywhere(lambda batch=batch: paged_attention(*batch.args()))
         assert_close(first, batch.wanted())
-        assert all(torch.equal(result, first) for result in results.values())
+        assert all(torch.equal(other, first) for other in others)
 
 
 def test_pages_of_any_size_give_the_same_bits(isa):

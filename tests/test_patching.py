@@ -5,7 +5,7 @@ import pytest
 import torch
 from families import GRAPHS
 from test_invariants import text
-from tolerances import FP32_LOGITS
+from tolerances import FP32_LOGITS, GREEDY_MARGIN
 
 import dasllama_torch as dl
 from dasllama_torch.errors import DasllamaError, UnknownName
@@ -120,18 +120,48 @@ def test_steering_is_the_hook_that_one_would_write(twin, model, vector):
     assert hooks_of(model) == []
 
 
+def test_a_hook_in_generate_is_a_hook_in_a_loop(model, vector):
+    """torch's own hook, drawn tokens: `generate` of a session and that of the model, which see each step alike."""
+    params = dl.SamplingParams(temp=1.3, top_k=40, seed=7)
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output - vector)
+    with dl.create_session(model) as session:
+        session.set_seed(7)
+        session.eval(IDS[:6])
+        wanted = []
+        for _ in range(12):
+            wanted.append(session.sample(params))
+            session.eval(wanted[-1:])
+    with dl.create_session(model) as session:
+        found = [token for token, _ in session.generate(IDS[:6], params, max_tokens=12)]
+    hook.remove()
+    with dl.create_session(model) as session:
+        plain = [token for token, _ in session.generate(IDS[:6], params, max_tokens=12)]
+    assert found == wanted
+    assert found != plain
+
+
 @torch.no_grad()
 def test_steering_is_what_it_is_in_transformers(twin, vector):
     model = dl.load_model(twin.path, mode="fp32")
     x = torch.tensor([IDS, OTHER])
-    hook = twin.hf.model.layers[0].register_forward_hook(
-        lambda m, args, out: out + vector if torch.is_tensor(out) else (out[0] + vector, *out[1:])
-    )
+
+    def steered(module, args, output):
+        return output + vector
+
+    hook = twin.hf.model.layers[0].register_forward_hook(steered)
     wanted = twin.hf(x).logits
     hook.remove()
     with dl.steer(model, 0, vector):
         assert_close(model(x).logits, wanted)
     assert_close(model(x).logits, twin.hf(x).logits)
+    how = dict(max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    hook = twin.hf.model.layers[0].register_forward_hook(steered)
+    generated = twin.hf.generate(x, **how, return_dict_in_generate=True, output_logits=True)
+    hook.remove()
+    best = torch.stack(generated.logits, 1).topk(2).values
+    assert (best[..., 0] - best[..., 1]).min() > GREEDY_MARGIN  # no near tie
+    with dl.steer(model, 0, vector):
+        assert torch.equal(model.generate(x, **how), generated.sequences)
 
 
 PLACES = (

@@ -11,7 +11,7 @@ from families import TINY
 from test_embeddings import grid, picture
 from test_fork import fresh
 from test_graphs import counted
-from test_invariants import assert_same, text
+from test_invariants import text
 
 import dasllama_torch as dl
 from dasllama_torch import ops
@@ -27,7 +27,7 @@ HYBRIDS = ["qwen35", "qwen35moe", "qwen3next"]
 
 @pytest.fixture
 def load(oracle):
-    return lambda name, mode="native": dl.load_model(oracle / "tiny" / f"{name}.gguf", mode=mode)
+    return lambda name: dl.load_model(oracle / "tiny" / f"{name}.gguf")
 
 
 @pytest.fixture(params=KINDS)
@@ -53,11 +53,10 @@ def page_bytes(cache):
     return sum(group.page_bytes for group in cache.pool.groups)
 
 
-@pytest.mark.parametrize("mode", ["native", "fp32"])
 @pytest.mark.parametrize("name", TINY)
-def test_every_family(name, mode, load):
+def test_every_family(name, load):
     """The same prompt again, one with another end, both after everything was given back, and steps behind them."""
-    model = load(name, mode)
+    model = load(name)
     cache = create(model)
     start, ends = text(1, 75), [text(2, 30), text(3, 41)]
     wanted = {tuple(end): last(model, start + end) for end in ends}
@@ -65,7 +64,7 @@ def test_every_family(name, mode, load):
 
     def check(end, reused):
         session = opened(cache)
-        assert_same(session.eval(start + end), wanted[tuple(end)], mode)
+        assert torch.equal(session.eval(start + end), wanted[tuple(end)])
         assert session.stats.reused_tokens == reused
         held.append(session)
 
@@ -80,7 +79,7 @@ def test_every_family(name, mode, load):
     more = text(4, 20)
     found, steps = counted(lambda: torch.stack([held[1].eval([token]) for token in more]))
     assert steps["recorded"] >= 18
-    assert_same(found, fresh(model, start + ends[0] + more, 20), mode)
+    assert torch.equal(found, fresh(model, start + ends[0] + more, 20))
     for session in held:
         session.close()
     assert cache.pool.used_bytes == cache.pool.spare_bytes == cache.used_bytes > 0
@@ -234,12 +233,12 @@ def test_prefill_without_a_prefix_cache(name, load):
 @pytest.mark.parametrize("cached", [False, True])
 def test_no_state_is_left_behind_by_a_rewind(name, cached, load):
     """40 tokens, back to 25, others from there: not what a recurrent state that saw the 40 would say."""
-    model, ids, more = load(name, "fp32"), text(1, 40), text(2, 17)
+    model, ids, more = load(name), text(1, 40), text(2, 17)
     with create(model, page_rows=8) as cache:
         session = opened(cache) if cached else dl.create_session(model, n_ctx=N_CTX)
         session.prefill(ids)
         found = session.prefill(ids[:25] + more)
-        assert_same(found, last(model, ids[:25] + more), "fp32")
+        assert torch.equal(found, last(model, ids[:25] + more))
         if name in HYBRIDS:
             assert session.stats.reused_tokens == (16 if cached else 0)
             with pytest.raises(dl.CannotRewind, match="only to a checkpoint: 0"):

@@ -3,7 +3,7 @@
 import pytest
 import tolerances
 import torch
-from packed import FLOATS, TYPES, decode, random_rows
+from packed import FLOATS, TYPES, assert_same_bits, decode, random_rows
 
 from dasllama_torch.ops import ggml_types, registry
 from dasllama_torch.ops.quant_linear import quant_linear, quant_linear_backward
@@ -15,13 +15,6 @@ def by_name(row):
     return row.name
 
 
-@pytest.fixture(params=ISAS)
-def isa(request):
-    registry.set_isa(request.param)
-    yield request.param
-    registry.set_isa(None)
-
-
 def assert_close(dx: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> None:
     """dx against grad [M, N] times w [N, K] in f64, within what a running f32 sum and the dtype of dx may lose."""
     grad = grad.double()
@@ -31,10 +24,6 @@ def assert_close(dx: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> None:
     excess = (dx.double() - want).abs() / bound
     assert dx.shape == want.shape
     assert excess.max() <= 1, f"{excess.max():.3g} times the bound"
-
-
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
 @pytest.mark.parametrize("row", TYPES, ids=by_name)

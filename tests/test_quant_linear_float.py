@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tolerances
 import torch
-from packed import FLOATS, TYPES, decode, random_rows
+from packed import FLOATS, TYPES, assert_same_bits, decode, random_rows
 
 from dasllama_torch.ops import ggml_types, registry
 from dasllama_torch.ops.quant_linear import quant_linear
@@ -20,20 +20,6 @@ FLOAT_TYPES = [row for row in TYPES if row.id in FLOATS]
 
 def by_name(row):
     return row.name
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    registry.set_isa(request.param)
-    yield request.param
-    registry.set_isa(None)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def width(row: ggml_types.GGMLType) -> int:
@@ -53,10 +39,6 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.
     excess = (y.double() - want).abs() / bound
     assert y.shape == want.shape
     assert excess.max() <= 1, f"{excess.max():.3g} times the bound"
-
-
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
 @pytest.mark.parametrize("row", TYPES, ids=by_name)

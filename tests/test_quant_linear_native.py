@@ -5,12 +5,13 @@ that an output's bits depend on nothing but its own row of x and of the weight: 
 """
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
 import tolerances
 import torch
-from packed import FLOATS, TYPES, random_rows
+from packed import FLOATS, TYPES, assert_same_bits, random_rows
 
 from dasllama_torch.gguf.reader import GGUFFile
 from dasllama_torch.ops import ggml_types, registry
@@ -25,27 +26,9 @@ def by_name(row):
     return row.name
 
 
-@pytest.fixture(params=ISAS)
-def isa(request):
-    registry.set_isa(request.param)
-    yield request.param
-    registry.set_isa(None)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def widths(row: ggml_types.GGMLType) -> list[int]:
     """One block, and counts of blocks that no vector of blocks divides."""
     return [row.block * n for n in ((1, 2, 3) if row.block == 256 else (1, 2, 5, 18, 19))]
-
-
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
 def random_x(M: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -68,16 +51,23 @@ def test_ggml_products(isa, oracle, row):
     assert (y - want).abs().max() <= tolerances.GGML_PRODUCT * want.abs().max()
 
 
+@cache  # one for all instruction sets
+def referred(qtype, M, N, K):
+    """x, the weight, a bias, and what the reference makes of them with the bias and without."""
+    w, x, bias = random_rows(ggml_types.GGML_TYPES[qtype], N, K), random_x(M, K), torch.randn(N)
+    return x, w, bias, *(quant_linear.reference(x, w, qtype, b, True) for b in (bias, None))
+
+
 @pytest.mark.parametrize("row", PACKED, ids=by_name)
 def test_bits_are_those_of_the_reference(isa, row):
     for K in widths(row):
         for M, N in ((1, 1), (3, 37), (7, 37), (13, 16)):
-            w, x, bias = random_rows(row, N, K), random_x(M, K), torch.randn(N)
+            x, w, bias, with_bias, without = referred(row.id, M, N, K)
             registry.reset_report()
             y = quant_linear(x, w, row.id, bias, True)
             assert registry.report() == {"quant_linear": {f"cpu/{isa}": 1}}
-            assert_same_bits(y, quant_linear.reference(x, w, row.id, bias, True))
-            assert_same_bits(quant_linear(x, w, row.id, None, True), quant_linear.reference(x, w, row.id, None, True))
+            assert_same_bits(y, with_bias)
+            assert_same_bits(quant_linear(x, w, row.id, None, True), without)
 
 
 @pytest.mark.parametrize("row", PACKED, ids=by_name)

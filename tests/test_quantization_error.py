@@ -78,6 +78,8 @@ def test_what_it_shows(load, q8_0):
     assert "<table>" in found._repr_html_()
     data = json.loads(json.dumps(found.to_dict()))
     assert data["tensors"][0]["name"] == "model.embed_tokens"
+    exact = dl.quantization_error(load("gemma3"), load("gemma3"))
+    assert json.loads(json.dumps(exact.to_dict(), allow_nan=False))["layers"][0]["sqnr"] is None
     assert 30 < data["layers"][1]["sqnr"] < 60
     assert sum(row["n"] for row in data["layers"]) == sum(row["n"] for row in data["tensors"])
     names = [row.name for row in found.tensors]

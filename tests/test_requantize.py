@@ -9,8 +9,8 @@ from dasllama_torch.errors import GGUFError, UnsupportedModel
 from dasllama_torch.export.requantize import TYPES
 from dasllama_torch.export.searched_types import SEARCHED
 from dasllama_torch.gguf.reader import GGUFFile
-from dasllama_torch.gguf.writer import write_shards
-from dasllama_torch.ops.ggml_types import GGML_TYPES
+from dasllama_torch.gguf.writer import write_gguf, write_shards
+from dasllama_torch.ops.ggml_types import F32, GGML_TYPES
 
 
 def type_of(file, name):
@@ -113,15 +113,20 @@ def test_what_cannot_be_written_is_refused(oracle, tmp_path):
     out = tmp_path / "out.gguf"
     with pytest.raises(UnsupportedModel, match=r"cannot write type 'IQ2_XS'; possible: F32, F16"):
         dl.requantize(path, out, "IQ2_XS")
-    with pytest.raises(GGUFError, match=r"has no tensor 'blk.7.\*'"):
+    with pytest.raises(GGUFError, match=r"has no tensor 'blk.7.\*', wanted a pattern of names such as 'output.weight'"):
         dl.requantize(path, out, None, {"blk.7.*": "Q8_0"})
-    with pytest.raises(UnsupportedModel, match="'blk.0.attn_norm.weight' cannot be Q8_0: models read it in floats"):
+    with pytest.raises(
+        UnsupportedModel, match="attn_norm.weight' cannot be Q8_0: models read it in floats, wanted F32"
+    ):
         dl.requantize(path, out, None, {"*_norm.weight": "Q8_0"})
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(path.read_bytes())
     with pytest.raises(GGUFError, match="is read, wanted another file to write"):
         dl.requantize(copy, copy, "Q8_0")
     assert copy.read_bytes() == path.read_bytes()
+    for nowhere in (tmp_path, tmp_path / "none" / "out.gguf"):
+        with pytest.raises(GGUFError, match="no file can be written there, wanted a name in a folder that exists"):
+            dl.requantize(path, nowhere, "Q8_0")
 
     def interrupt(name):
         raise KeyboardInterrupt
@@ -129,3 +134,28 @@ def test_what_cannot_be_written_is_refused(oracle, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         dl.requantize(path, out, "Q8_0", done=interrupt)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "wanted"),
+    [
+        (1e30, "F16", "holds 1e\\+30, beyond F16: wanted F32 or BF16 for it"),
+        (1e30, "Q8_0", "holds 1e\\+30, beyond Q8_0: wanted F32 or BF16 for it"),
+        (1e30, "Q4_K", "holds 1e\\+30, beyond Q4_K: wanted F32 or BF16 for it"),
+        (np.nan, "Q8_0", "holds NaN or infinity: it can only stay as it is"),
+        (np.inf, "F16", "holds NaN or infinity: it can only stay as it is"),
+    ],
+)
+def test_values_that_a_type_cannot_hold(oracle, tmp_path, value, kind, wanted):
+    """Scales are halves: beyond them a file would hold infinities, and say nothing."""
+    file = GGUFFile(oracle / "quant" / "llama-f16.gguf")
+    name = "blk.0.ffn_down.weight"
+    metadata = {key: file.metadata.typed(key) for key in file.metadata}
+    tensors = {name: (tensor.data, tensor.qtype) for name, tensor in file.tensors.items()}
+    rows = np.ones(file.tensors[name].shape, np.float32)
+    rows[-1, 3] = value
+    write_gguf(tmp_path / "large.gguf", "llama", metadata, tensors | {name: (rows, F32)})
+    with pytest.raises(UnsupportedModel, match=f"tensor '{name}' {wanted}"):
+        dl.requantize(tmp_path / "large.gguf", tmp_path / "out.gguf", kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["large.gguf"]
+    dl.requantize(tmp_path / "large.gguf", tmp_path / "out.gguf", kind, {name: "F32"})

@@ -50,7 +50,7 @@ def test_a_folder_has_the_tokenizer(tmp_path):
 
 def test_a_tower_that_the_file_lacks_is_refused(oracle, tmp_path):
     model = dl.load_model(oracle / "tiny" / "qwen2vl.gguf")
-    with pytest.raises(UnsupportedModel, match="has a tower for pictures, which the file lacks"):
+    with pytest.raises(UnsupportedModel, match="has a tower for pictures, which the file lacks; to_hf gives"):
         dl.save_safetensors(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -70,3 +70,32 @@ def test_a_folder_with_weights_is_left_alone(oracle, tmp_path):
     dl.save_safetensors(model, tmp_path)
     with pytest.raises(FolderError, match="holds model.safetensors already"):
         dl.save_safetensors(model, tmp_path)
+
+
+def test_what_is_refused(oracle, tmp_path):
+    """Before anything is written."""
+    model = dl.load_model(oracle / "tiny" / "llama_tied.gguf")
+    file = tmp_path / "a file"
+    file.write_text("")
+    with pytest.raises(FolderError, match="a file: is a file, wanted a folder or a new name"):
+        dl.save_safetensors(model, file)
+    with pytest.raises(ValueError, match="dtype is torch.int8, wanted one of torch.float32"):
+        dl.save_safetensors(model, tmp_path / "out", dtype=torch.int8)
+    with pytest.raises(ValueError, match="max_shard_bytes is 0, wanted 1 or more"):
+        dl.save_safetensors(model, tmp_path / "out", max_shard_bytes=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
+
+def test_what_is_interrupted_can_be_done_again(oracle, tmp_path):
+    """A value that the type cannot hold shows when its tensor comes; the files before it go."""
+    model = dl.load_model(oracle / "tiny" / "llama_tied.gguf")
+    weight = model.model.norm.weight.data
+    weight[5] = 1e30
+    with pytest.raises(UnsupportedModel, match=r"norm.weight holds 1e\+30, beyond torch.float16: wanted bfloat16"):
+        dl.to_hf(model, torch.float16)
+    with pytest.raises(UnsupportedModel, match="model.norm.weight holds"):
+        dl.save_safetensors(model, tmp_path, dtype=torch.float16, max_shard_bytes=1)
+    assert not list(tmp_path.iterdir())
+    dl.save_safetensors(model, tmp_path, dtype=torch.bfloat16)
+    weight[5] = float("inf")  # no more than the file says
+    assert dl.to_hf(model, torch.float16)["model.norm.weight"][5] == float("inf")

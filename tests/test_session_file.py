@@ -89,6 +89,28 @@ def test_a_context_that_shifts(load, tmp_path):
     assert found.tokens == session.tokens
 
 
+def test_a_loaded_session_shares_a_prefix_cache(load, tmp_path):
+    """It takes what others have left there, and leaves its own pages, once it begins anew. Nothing of the file is kept:
+    it may have been evaluated under hooks."""
+    model, ids, path = load("gemma3"), text(1, 200), tmp_path / "a.session"
+    cache = dl.create_prefix_cache(model, dl.create_kv_pool(model, 16))
+    session = dl.create_session(model, n_ctx=N_CTX)
+    session.eval(ids[:60])
+    session.save(path)
+    dl.create_session(model, prefix_cache=cache).eval(ids[100:180])
+    found = dl.load_session(model, path, prefix_cache=cache)
+    kept = cache.chains()
+    same(found, session, ids[60:100])
+    assert cache.chains() == kept
+    logits = found.prefill(ids[100:])
+    assert found.stats.reused_tokens == 80
+    assert torch.equal(logits, dl.create_session(model).eval(ids[100:]))
+    assert [list(chain.ids) for chain in cache.chains()] == [ids[100:196]]
+    other = dl.create_prefix_cache(model, dl.create_kv_pool(model, kv_dtype="f32"))
+    with pytest.raises(dl.SessionFileError, match="kept as f16, and in the pool as f32"):
+        dl.load_session(model, path, prefix_cache=other)
+
+
 def test_an_empty_session(load, tmp_path):
     for name in ("gemma3", "qwen35"):
         model = load(name)

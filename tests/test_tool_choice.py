@@ -1,17 +1,20 @@
 """Forced tool calls: whatever a grammar lets a model write is read back as calls with valid arguments, and what
 templates write of valid calls is allowed."""
 
+import itertools
 import random
 
 import jsonschema
 import pytest
 from tool_cases import CASES, Case
-from vocabularies import bpe
+from vocabularies import bpe, spm
 
+from dasllama_torch.chat.choice import constraint_of_choice, without_calls
 from dasllama_torch.chat.tools import FORMATS, choice_grammar, parse_calls, tool_format
 from dasllama_torch.chat.tools.typed import argument_types
 from dasllama_torch.constraints import Constraint
 from dasllama_torch.errors import ConstraintError
+from dasllama_torch.sampling import SamplingParams
 from dasllama_torch.text.special import TokenType
 from dasllama_torch.text.tokenizer import Tokenizer
 
@@ -336,11 +339,66 @@ def test_a_choice_that_is_none_is_refused():
         choice_grammar(form, [], "required")
 
 
+@each_format
+@pytest.mark.parametrize("marked", [True, False], ids=["tokens", "text"])
+def test_no_call_can_begin_where_none_is_wanted(form, marked, tokenizer):
+    """But for Llama's that has no tag before it: that is JSON like any other."""
+    tok = tokenizer(form, marked)
+    wanted = SamplingParams(logit_bias=dict.fromkeys(tok.special_ids().values(), 9.0))
+    params = without_calls(wanted, form, tok.special_ids())
+    banned = {token for token, bias in params.logit_bias if bias == -float("inf")}
+    assert banned == {tok.special_ids()[opening] for opening in form.openings if opening in tok.special_ids()}
+    assert {token for token, bias in params.logit_bias if bias == 9.0} == {*tok.special_ids().values()} - banned
+
+    def written(text: str, **how) -> str:
+        """As far as it can be."""
+        matcher, ids = params.constraint and params.constraint.matcher(tok), []
+        for token in tok.encode(text, add_special=False, **how):
+            if token in banned or (matcher and not matcher.allowed()[token]):
+                break
+            ids.append(token)
+            if matcher:
+                matcher.accept(token)
+        return tok.decode(ids, skip_special=False)
+
+    call = walk(constraint(form, tok, "f"), tok, 0)
+    calls, befores = [call], ["", "Once < upon [a to= {time} "]
+    if form.name == "llama-json":
+        calls, befores = [form.openings[0] + call], [""]  # a whole reply is one
+    if form.name == "qwen3-coder":
+        calls.append(call.replace("<tool_call>\n", ""))  # as models write it now and then
+    for before, call in itertools.product(befores, calls):
+        assert parse_calls(before + call, form, TOOLS).calls
+        found = written(before + call, parse_special=True)
+        assert len(before) <= len(found.rstrip("\n"))
+        assert not parse_calls(found, form, TOOLS).calls
+
+
+def test_a_call_begins_with_the_space_of_its_vocabulary_or_with_none():
+    """SentencePiece puts one before text, and none before a token like Mistral's."""
+    form, tools = tool_format("mistral"), [tool("f", {})]
+    for markers in ({}, {"[TOOL_CALLS]": TokenType.CONTROL}):
+        pieces = {"▁": -1.0, "[TOOL_CALLS]": -2.0, "▁[TOOL_CALLS]": -3.0, "▁[": -4.0}
+        words = spm({text: score for text, score in pieces.items() if text not in markers}, markers)
+        tok, token = Tokenizer.from_metadata(words), words["tokenizer.ggml.tokens"].index
+        calls = constraint_of_choice("f", form, tools, tok.special_ids())
+        allowed = calls.matcher(tok, leading_space=True).allowed()
+        assert allowed[[token("▁"), token("[TOOL_CALLS]")]].all()
+        assert allowed[[token("▁["), token("▁[TOOL_CALLS]")]].tolist() == [not markers] * 2
+        matcher = calls.matcher(tok)
+        assert not matcher.allowed()[token("▁")]
+        matcher.accept(token("[TOOL_CALLS]"))
+        assert matcher.allowed()[token("▁[")]
+
+
 def test_mistral_has_the_spelling_of_its_vocabulary(tokenizer):
     form = tool_format("mistral")
     assert "[ARGS]{" in walk(constraint(form, tokenizer(form), "f"), tokenizer(form), 0)
     old = Tokenizer.from_metadata(bpe("tekken", {"[TOOL_CALLS]": TokenType.CONTROL, "</s>": TokenType.CONTROL}))
-    assert walk(constraint(form, old, "f"), old, 0).startswith('[TOOL_CALLS][{"name": "f", "arguments": {}')
+    grammar = constraint(form, old, "f")
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    assert all(allows(grammar, old, spelled) for spelled in (text, text.replace("[{", " [{")))
+    assert not allows(grammar, old, text.replace("[{", "{"))
 
 
 def test_reasoning_may_come_before(tokenizer):

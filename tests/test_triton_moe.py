@@ -13,6 +13,7 @@ from dasllama_torch.ops.moe_combine import moe_combine as moe_combine_op
 from dasllama_torch.ops.moe_router import SIGMOID, SOFTMAX
 from dasllama_torch.ops.moe_router import moe_router as moe_router_op
 from dasllama_torch.triton_kernels import expert_linear as module
+from dasllama_torch.triton_kernels import grouped_rows
 from dasllama_torch.triton_kernels.expert_linear import expert_linear, expert_linear_backward
 from dasllama_torch.triton_kernels.moe_combine import moe_combine
 from dasllama_torch.triton_kernels.moe_router import moe_router
@@ -82,12 +83,14 @@ def test_few_tokens(row, native):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("name", cases(["F32", "F16", "Q4_K", "Q5_0"], "F16", "Q5_0"))
 def test_many_tokens(name, native, monkeypatch):
-    """Rows by expert, some of which have none and some more than a tile's; f16, as the interpreter cuts bf16 off."""
+    """Rows by expert, some of which have none and some more than a tile's, and matrices that are decoded three at a
+    time; f16, as the interpreter cuts bf16 off."""
     monkeypatch.setattr(module, "FEW", 0)
-    row, (E, N, T) = ggml_types.by_name(name), (7, 70, 45)
+    row, (E, N, T) = ggml_types.by_name(name), (7, 70, 75)
     K = 50 if row.id in FLOATS else 3 * row.block
+    monkeypatch.setattr(grouped_rows, "SCRATCH", 3 * N * K * (2 if native else 4))
     w, bias, x = stack(row, E, N, K), torch.randn(E, N), torch.randn(T, K).half()
-    ids = torch.stack([torch.full((T,), 4), torch.randint(0, 3, (T,))], 1)
+    ids = torch.stack([torch.full((T,), E - 1), torch.randint(0, 3, (T,))], 1)
     found = expert_linear(ragged(x), guarded(w), row.id, ids.to(DEVICE), bias.to(DEVICE), native).cpu()
     w64 = w.view(torch.float32 if row.id == ggml_types.F32 else torch.float16).double() if row.id in FLOATS else (
         decode(w.view(E * N, -1), row).view(E, N, K)

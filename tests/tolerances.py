@@ -2,6 +2,11 @@
 
 # Summation order of f32 in two implementations, over a few layers; relative to the spread (std) of the logits.
 FP32_LOGITS = 1e-4
+# ... times this at the norm of a delta net's heads: it magnifies the roundings of heads whose output all but vanishes.
+DELTA_NORM = 10
+# Distance of fp32 mode from float64, geometric mean over the modules of a published model: times that of transformers
+# in f32, which is another with another BLAS.
+FP32_PEER = 1.25
 # Below this margin between the best two, f32 noise may choose either.
 GREEDY_MARGIN = 1e-3
 

@@ -1,7 +1,7 @@
 """Packed weights to floats: y = factor * q + offset, element by element.
 
-A program owns UNITS units of blocks that lie one after the other (`blocks.py`), TILE words of each plane; a thread
-decodes words, whose elements it writes side by side.
+A program owns UNITS units of blocks that lie one after the other (`blocks.py`), four words of each in every plane; a
+thread decodes words, whose elements it writes side by side.
 """
 
 import torch
@@ -47,17 +47,20 @@ def write_units(
 
 @triton.jit
 def dequantize_kernel(
-    out, packed, table, n_units,
+    out, packed, counts, table, n_units,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    """n_units: of a matrix, the one of program (., e), which is left as it is where counts[e] is 0."""
+    pid, e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n_blocks: tl.constexpr = UNITS * 16 * PLANES // BLOCK
-    write_units(
-        out + pid * (n_blocks * BLOCK), packed + pid * (n_blocks * BYTES), n_units - tl.program_id(0) * UNITS, 1.0,
-        table,
-        QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, UNITS, PTX,
-    )  # fmt: skip
+    wanted = True if counts is None else tl.load(counts + e) > 0
+    if wanted:
+        before = e.to(tl.int64) * (n_units // (BLOCK // (16 * PLANES))) + pid * n_blocks
+        write_units(
+            out + before * BLOCK, packed + before * BYTES, n_units - tl.program_id(0) * UNITS, 1.0, table,
+            QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, UNITS, PTX,
+        )  # fmt: skip
 
 
 FLOATS = {ggml_types.F32: torch.float32, ggml_types.F16: torch.float16, ggml_types.BF16: torch.bfloat16}
@@ -71,16 +74,20 @@ def floats(qweight: Tensor, qtype: int) -> Tensor:
     return (qweight if whole else qweight.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
-def unpack(qweight: Tensor, qtype: int, dtype: torch.dtype) -> Tensor:
-    """qweight u8 [..., row_bytes] of a packed type -> [..., K] in dtype, rounded once."""
+def unpack(qweight: Tensor, qtype: int, dtype: torch.dtype, counts: Tensor | None = None) -> Tensor:
+    """qweight u8 [..., row_bytes] of a packed type -> [..., K] in dtype, rounded once.
+
+    counts: int32 [E, ...] for qweight [E, N, row_bytes]: where it is 0, a matrix is not decoded, and anything.
+    """
     kind = blocks.layout(qtype)
     K = row_length("dequantize", qweight, qtype)
     out = torch.empty((*qweight.shape[:-1], K), dtype=dtype, device=qweight.device)
-    n_units = out.numel() // (16 * kind.planes)
-    if n_units:
+    matrices = 1 if counts is None else len(qweight)
+    if out.numel():
+        n_units = out.numel() // matrices // (16 * kind.planes)
         with on_device(qweight):
-            dequantize_kernel[(triton.cdiv(n_units, UNITS),)](
-                out, aligned(qweight, qtype), blocks.table(qtype, qweight.device), n_units,
+            dequantize_kernel[(triton.cdiv(n_units, UNITS), matrices)](
+                out, aligned(qweight, qtype), counts, blocks.table(qtype, qweight.device), n_units,
                 qtype, qtype in blocks.OFFSETS, *kind, UNITS, PTX, num_warps=4 if kind.words == 1 else 2,
             )  # fmt: skip
     return out

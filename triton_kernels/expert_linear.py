@@ -1,5 +1,5 @@
-"""A product per row with the matrix that an id names. Few tokens: every row on its own, as `quant_linear` multiplies
-few. More of them, and float weights: rows grouped by expert, on the tensor cores."""
+"""A product per row with the matrix that an id names. Few rows for an expert: every row on its own, as `quant_linear`
+multiplies few. More of them, and float weights: rows grouped by expert, on the tensor cores."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from dasllama_torch.triton_kernels.grouped_rows import grouped_rows
 from dasllama_torch.triton_kernels.launch import rows_of
 from dasllama_torch.triton_kernels.quant_linear import product_backward
 
-FEW = 16  # tokens
+# Rows for an expert, on average, up to which reading its packed matrix for each costs less than decoding it once.
+FEW = 3
 
 
 @implement(op, "CUDA")
@@ -26,7 +27,7 @@ def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Ten
     rows, flat = rows_of(x), ids.reshape(-1).contiguous()
     bias = bias if bias is None else bias.contiguous()
     is_float = ggml_types.GGML_TYPES[qtype].is_float
-    if not is_float and ids.shape[:-1].numel() <= FEW:
+    if not is_float and len(flat) <= FEW * len(qweight):
         multiply = few_rows_native if native else few_rows_float
         kernel = f"triton/{multiply.__name__}"
         y = multiply(rows, qweight, qtype, bias, flat, len(flat) // max(len(rows), 1))

@@ -195,8 +195,10 @@ def _tile(rows: int, total: int, K: int, row_bytes: int) -> tuple[int, int, int]
     """BN, WARPS and UNROLL: what was fastest on an H200 at the shapes of benchmarks/cuda.py. total: rows of W in all.
 
     WARPS, which the order of sums depends on, is K's alone."""
-    bn = 4 if total >= 8192 and row_bytes <= 4096 and rows == 1 else 2 if total >= 2048 else 1
-    return bn, 2 if K >= 8192 else 1, 2 if rows == 1 else 1
+    warps = 2 if K >= 8192 else 1
+    if rows > 1:
+        return 2, warps, 1
+    return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, 2
 
 
 def _launch(

@@ -1,9 +1,12 @@
-"""The gated delta rule, row by row, f32 throughout; the formula is that of `ops.gated_delta_rule`.
+"""The gated delta rule, row by row, f32 throughout; the formula is that of `ops.gated_delta_rule`. For more than STEPS
+rows there is the form in chunks (`delta_chunks.py`).
 
 A program owns BV columns of a head's state M [Dk, Dv] of one sequence, which do without the others, and keeps them in
 registers while it goes through the sequence's rows, from its first in the batch on; programs of other rows have
 nothing to do. T rows, G key heads, H value heads. A slot out of range gives NaN, and nothing is written for it.
 """
+
+import sys
 
 import torch
 import triton
@@ -14,11 +17,15 @@ from dasllama_torch.ops import gated_delta_rule as formulas
 from dasllama_torch.ops.gated_delta_rule import gated_delta_rule as op
 from dasllama_torch.ops.gated_delta_rule import gated_delta_update as op_update
 from dasllama_torch.ops.registry import count_call, implement
+from dasllama_torch.triton_kernels.delta_chunks import WIDEST, delta_chunks
 from dasllama_torch.triton_kernels.functions import exp
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device, rows_of
 from dasllama_torch.triton_kernels.sequences import check_slots, is_first
 
 EPS = tl.constexpr(formulas.EPS)
+# Rows, up to which they are gone through one by one. Chunks are faster from 64 on, but their scan, as it is, has only
+# been interpreted and compiled: no prompt takes it before `make test-cuda`, which does, has passed on a card.
+STEPS = sys.maxsize
 
 
 @triton.jit
@@ -77,9 +84,12 @@ def _apply(name: str, q, k, v, g, beta, state: Tensor, slots: Tensor) -> Tensor:
     gates = [rows_of(t) for t in (g, beta)]
     T = len(heads[2])
     check_slots(name, "slots", slots, T, v)
-    count_call(name, "triton")
+    in_chunks = T > STEPS and Dk <= WIDEST
+    count_call(name, "triton/chunks" if in_chunks else "triton/steps")
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if y.numel():
+    if in_chunks and y.numel():
+        delta_chunks(y, *heads, *gates, state, slots)
+    elif y.numel():
         dkp = triton.next_power_of_2(Dk)
         bv = min(16, triton.next_power_of_2(Dv))
         strided = [part for t in heads for part in (t, *t.stride()[:2])]

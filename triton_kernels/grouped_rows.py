@@ -2,8 +2,10 @@
 
 Entries (a row of y each) are put in the order of their experts: `count_kernel` counts each expert's, `plan_kernel`
 writes `order` and cuts each expert's run into tiles of at most BM entries. A program of the products owns such a tile
-and BN rows of its expert's matrix, and steps along K; packed weights are decoded in the tile that multiplies them, to
-x's dtype, with one rounding. Sums are f32. None of it waits for the GPU: there are as many programs as tiles could be.
+and BN rows of its expert's matrix, and steps along K. Packed matrices, of those experts alone that have entries, are
+decoded into scratch first, to x's dtype with one rounding, as many at a time as SCRATCH holds: that was faster than
+tiles that decode for themselves. Sums are f32. None of it waits for the GPU: there are as many programs as tiles could
+be.
 
 n entries of E experts, `share` of them for each row of x [., K]; N rows of each matrix. An id that is none of E gives a
 row of NaN.
@@ -15,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
-from dasllama_torch.triton_kernels import blocks
-from dasllama_torch.triton_kernels.dequantize import floats
-from dasllama_torch.triton_kernels.launch import PTX, aligned, on_device
+from dasllama_torch.triton_kernels.dequantize import floats, unpack
+from dasllama_torch.triton_kernels.launch import on_device
 
 CHUNK = 1024
+SCRATCH = 2**28  # bytes, or one matrix
 
 
 @triton.jit
@@ -40,12 +42,14 @@ def count_kernel(counts, ids, n, E, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def plan_kernel(order, tiles, counts, ids, n, E, BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
-    """order int32 [n]; tiles int32 [., 3]: expert, first entry in `order` and the end of the expert's; e's part."""
-    e = tl.program_id(0)
+def plan_kernel(order, tiles, counts, ids, begin, n, E, BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
+    """order int32 [n]; tiles int32 [., 3] of the experts from `begin` on: expert, first entry in `order` and the end of
+    the expert's. A program does an expert's part."""
+    e = begin + tl.program_id(0)
     i = tl.arange(0, EP)
     count = tl.load(counts + i, mask=i < E, other=0)
-    start, tile = tl.sum(tl.where(i < e, count, 0), 0), tl.sum(tl.where(i < e, (count + BM - 1) // BM, 0), 0)
+    start = tl.sum(tl.where(i < e, count, 0), 0)
+    tile = tl.sum(tl.where((i >= begin) & (i < e), (count + BM - 1) // BM, 0), 0)
     stop = start + tl.load(counts + e)
     for first in range(start, stop, BM):
         at = tiles + (tile + (first - start) // BM) * 3
@@ -81,51 +85,15 @@ def _store(y, acc, bias, ids, e, entry, there, n, N):
 
 
 @triton.jit
-def grouped_packed_kernel(
-    y, x, x_stride, share, packed, table, bias, ids, order, tiles, N, K,
-    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BYTES: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, PTX: tl.constexpr,
+def grouped_rows_kernel(
+    y, x, x_stride, share, w, begin, bias, ids, order, tiles, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """w [., N, K]: the matrices of the experts from `begin` on."""
     e, entry, there = _entries(order, tiles, BM)
     if e >= 0:
         n = tl.program_id(1) * BN + tl.arange(0, BN)
-        row = packed + ((e.to(tl.int64) * N + tl.minimum(n, N - 1)) * (K // BLOCK * BYTES))[:, None]
-        x_row = x + (entry // share * x_stride)[:, None]
-        n_units = K // (16 * PLANES)
-        i = tl.arange(0, 4 * BU)[None, :]
-        w = i % 4
-        lane = tl.arange(0, 4 * BU // WORDS)[None, :] // (4 // WORDS)  # the unit whose scales a thread needs
-        j = tl.arange(0, 16 * BU)[None, :]
-        acc = tl.zeros([BM, BN], tl.float32)
-        for first in range(0, n_units, BU):
-            at, u, _ = blocks.place(tl.minimum(first + i // 4, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
-            live = first + lane < n_units
-            lane_at, lane_u, _ = blocks.place(tl.minimum(first + lane, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
-            _, _, start = blocks.place(tl.minimum(first + j // 16, n_units - 1), PLANES, WIDTH, BLOCK, BYTES)
-            for p in tl.static_range(PLANES):
-                q = blocks.word(QTYPE, row + at, u, p, w, table, PTX)
-                f = tl.where(live, blocks.factor(QTYPE, row + lane_at, lane_u, p), 0.0)
-                f = blocks.per_word(f, BN, BU, WORDS)
-                e0, e1 = f * blocks.element(q, 0), f * blocks.element(q, 1)
-                e2, e3 = f * blocks.element(q, 2), f * blocks.element(q, 3)
-                if OFFSET:
-                    o = tl.where(live, blocks.offset(QTYPE, row + lane_at, lane_u, p), 0.0)
-                    o = blocks.per_word(o, BN, BU, WORDS)
-                    e0, e1, e2, e3 = e0 + o, e1 + o, e2 + o, e3 + o
-                v = blocks.in_order(e0, e1, e2, e3, BN, 4 * BU).to(x.dtype.element_ty)  # [BN, 16 BU]
-                xs = tl.load(x_row + (start + p * WIDTH + j % 16), mask=there[:, None], other=0.0)
-                acc = tl.dot(xs, tl.trans(v), acc, input_precision="ieee")
-        _store(y, acc, bias, ids, e, entry, there, n, N)
-
-
-@triton.jit
-def grouped_floats_kernel(
-    y, x, x_stride, share, w, bias, ids, order, tiles, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
-    e, entry, there = _entries(order, tiles, BM)
-    if e >= 0:
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
-        row = w + ((e.to(tl.int64) * N + tl.minimum(n, N - 1)) * K)[None, :]
+        row = w + (((e - begin).to(tl.int64) * N + tl.minimum(n, N - 1)) * K)[None, :]
         x_row = x + (entry // share * x_stride)[:, None]
         j = tl.arange(0, BK)
         acc = tl.zeros([BM, BN], tl.float32)
@@ -135,6 +103,14 @@ def grouped_floats_kernel(
             v = tl.load(row + (first + j)[:, None], mask=live[:, None], other=0.0).to(x.dtype.element_ty)
             acc = tl.dot(xs, v, acc, input_precision="ieee")
         _store(y, acc, bias, ids, e, entry, there, n, N)
+
+
+def _tile(entries: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """BM, BN, BK and stages, by an expert's mean entries: what was fastest on an H200 at the shapes of
+    benchmarks/cuda.py."""
+    if dtype == torch.float32:
+        return (16 if entries <= 16 else 64), 64, 32, 3
+    return (16, 64, 64, 4) if entries <= 8 else (64, 128, 64, 3) if entries <= 128 else (128, 128, 64, 3)
 
 
 def grouped_rows(
@@ -148,22 +124,21 @@ def grouped_rows(
     y = torch.empty((n, N), dtype=dtype, device=x.device)
     if not y.numel():
         return y
-    bm, bn = (16 if n <= 16 * E else 32 if n <= 32 * E else 64), 64
+    is_float = ggml_types.GGML_TYPES[qtype].is_float
+    bm, bn, bk, stages = _tile(n // E, x.dtype)
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
     order = torch.empty(n, dtype=torch.int32, device=x.device)
-    tiles = torch.full((n // bm + min(E, n), 3), -1, dtype=torch.int32, device=x.device)
-    grid, share = (len(tiles), triton.cdiv(N, bn)), n // len(x)
+    together = E if is_float else max(1, SCRATCH // (N * K * x.itemsize))
     with on_device(x):
         count_kernel[(E,)](counts, ids, n, E, CHUNK)
-        plan_kernel[(E,)](order, tiles, counts, ids, n, E, bm, triton.next_power_of_2(E), CHUNK)
-        if ggml_types.GGML_TYPES[qtype].is_float:
-            grouped_floats_kernel[grid](
-                y, x, x.stride(0), share, floats(qweight, qtype), bias, ids, order, tiles, N, K, bm, bn, 32
-            )
-        else:
-            grouped_packed_kernel[grid](
-                y, x, x.stride(0), share, aligned(qweight, qtype), blocks.table(qtype, x.device), bias,
-                ids, order, tiles, N, K,
-                qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype), bm, bn, 4, PTX, num_warps=4,
+        for begin in range(0, E, together):
+            own = qweight[begin : begin + together]
+            tiles = torch.full((n // bm + min(len(own), n), 3), -1, dtype=torch.int32, device=x.device)
+            plan_kernel[(len(own),)](order, tiles, counts, ids, begin, n, E, bm, triton.next_power_of_2(E), CHUNK)
+            w = floats(own, qtype) if is_float else unpack(own, qtype, x.dtype, counts[begin:])
+            grouped_rows_kernel[(len(tiles), triton.cdiv(N, bn))](
+                y, x, x.stride(0), n // len(x), w, begin, bias, ids, order, tiles, N, K, bm, bn, bk,
+                num_warps=4, num_stages=stages,
             )  # fmt: skip
+            del w  # before the next ones are decoded
     return y

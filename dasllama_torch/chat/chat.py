@@ -25,7 +25,7 @@ from dasllama_torch.text.tokenizer import Tokenizer
 
 from . import chat_file
 from .caps import ChatCaps
-from .choice import AUTO, NONE, behind_reasoning, constraint_of_choice
+from .choice import AUTO, NONE, behind_reasoning, constraint_of_choice, without_calls
 from .closing import Closing
 from .history import Message, Rendered, Sampled, digest, encode
 from .messages import decode_arguments, normalize
@@ -176,8 +176,9 @@ class Chat:
         a reply also ends at `effective_stop_ids`, and stop strings are looked for in all of its text. A constraint is
         about the content: a model that reasons may do so before it.
 
-        tool_choice: "auto"; "none", what looks like a call is content; "required", the reply is calls; or the name of
-        the tool that is called. ValueError for another, or beside a constraint in the params.
+        tool_choice: "auto"; "none", no call can begin, and what looks like one is content; "required", the reply is
+        calls; or the name of the tool that is called. ValueError for another, or for the last two beside a constraint
+        in the params, which with "none" says alone what may come.
 
         Afterwards `reply` holds it whole, and it stands in `messages`: content, reasoning and calls apart. A caller may
         stop at any point; what was sampled up to there is then the reply. Where nothing was, as when the prompt does
@@ -218,6 +219,8 @@ class Chat:
 
         params = params or SamplingParams()
         special_ids = self.tokenizer.special_ids()
+        if tool_choice == NONE and self.tools and self.tool_format and not params.constraint:
+            params = without_calls(params, self.tool_format, special_ids)
         constraint = constraint_of_choice(tool_choice, self.tool_format, self.tools, special_ids)
         if constraint and params.constraint:
             raise ValueError(f"tool_choice is {tool_choice!r}, and the params have a constraint: wanted one of both")

@@ -22,7 +22,9 @@ def command(
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     threads: ThreadsOption = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Time of each op of a session, and its bound.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show each op's time, and what this machine could do at best.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file too.")] = None,
 ) -> None:
     """Measure tokens per second: of a prompt (pp) and of generation (tg)."""

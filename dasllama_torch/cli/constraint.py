@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .texts import read_file
+
 if TYPE_CHECKING:
     from dasllama_torch.constraints import Constraint
 
@@ -22,14 +24,7 @@ def constraint(json_schema: Path | None, regex: str | None, grammar: Path | None
     from dasllama_torch.constraints import Constraint
 
     if json_schema is not None:
-        return Constraint.json_schema(_read(json_schema))
+        return Constraint.json_schema(read_file(json_schema))
     if grammar is not None:
-        return (Constraint.lark if grammar.suffix == ".lark" else Constraint.gbnf)(_read(grammar))
+        return (Constraint.lark if grammar.suffix == ".lark" else Constraint.gbnf)(read_file(grammar))
     return None if regex is None else Constraint.regex(regex)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as e:
-        raise typer.BadParameter(f"{path} is not UTF-8 text: byte {e.start} is {e.object[e.start]:#04x}") from e

@@ -27,8 +27,10 @@ class KVType(str, Enum):
 ModelArgument = Annotated[
     str, typer.Argument(help="A GGUF file, a name of the catalogue (see `list`), or owner/repo:file.gguf of the hub.")
 ]
-ModeOption = Annotated[Mode, typer.Option(help="Multiply as the file's types, in f32, or requantized.")]
-KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
+ModeOption = Annotated[
+    Mode, typer.Option(help="Multiply on the file's own types, in f32 (the reference), or requantized at load.")
+]
+KVOption = Annotated[KVType, typer.Option(help="How keys and values are kept; q8_0 takes half of f16, tq4 a quarter.")]
 CtxOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; else the model's, 4096 at most.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one for each physical core.")]
 DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 for the second GPU, or auto.")]
@@ -40,6 +42,9 @@ TopPOption = Annotated[float, typer.Option(help="Draw from the fewest tokens tha
 MinPOption = Annotated[float, typer.Option(help="Leave out tokens below this fraction of the likeliest.")]
 RepeatPenaltyOption = Annotated[float, typer.Option(help="Divide the logits of recent tokens by it; 1: none.")]
 SeedOption = Annotated[int | None, typer.Option(help="Of the random draws.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="A string before which the text ends; may be given several times.")
+]
 
 
 def sampling_params(**values: Any) -> "SamplingParams":

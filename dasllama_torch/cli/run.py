@@ -21,6 +21,7 @@ from .options import (
     ModeOption,
     RepeatPenaltyOption,
     SeedOption,
+    StopOption,
     TempOption,
     ThreadsOption,
     TopKOption,
@@ -28,7 +29,7 @@ from .options import (
     sampling_params,
 )
 from .output import speeds, status
-from .stdin import read_text
+from .texts import read_text
 
 
 def command(
@@ -41,9 +42,7 @@ def command(
     min_p: MinPOption = 0.0,
     repeat_penalty: RepeatPenaltyOption = 1.0,
     seed: SeedOption = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string before which the text ends; may be given several times.")
-    ] = None,
+    stop: StopOption = None,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
     grammar: GrammarOption = None,

@@ -8,7 +8,7 @@ import typer
 from .models import resolve
 from .options import JsonOption, ModelArgument
 from .output import status
-from .stdin import read_text
+from .texts import read_text
 
 
 def command(

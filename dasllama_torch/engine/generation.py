@@ -215,4 +215,5 @@ def _matcher(session: "Session", params: SamplingParams) -> "Matcher | None":
     """Of the params' constraint, for the text behind what the session holds."""
     if params.constraint is None:
         return None
-    return params.constraint.matcher(session.model.tokenizer, leading_space=_detokenizer(session).swallows_space)
+    leading_space = _detokenizer(session).swallows_space
+    return params.constraint.matcher(session.model.tokenizer, leading_space=leading_space, stop_ids=params.stop_ids)

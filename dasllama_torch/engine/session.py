@@ -115,8 +115,9 @@ class Session:
         checkpoint: where in the prompt to make one, in place of all that there are: before what the next prompt may not
         hold. It is left out where the session stands behind that already.
 
-        Raises ContextFull, leaving the session as it was; whatever else it raises leaves it with a prefix of the
-        prompt.
+        Raises ContextFull, leaving the session as it was, for a prompt beyond n_ctx, also where the session shifts: a
+        shift forgets what was said, and what to leave out of a prompt is the caller's choice. Whatever else it raises
+        leaves it with a prefix of the prompt.
         """
         self.hold_prompt(prompt, checkpoint)
         return self.logits
@@ -380,9 +381,9 @@ class Session:
         when its last character has come, also in the middle of a token: the text ends before it, while the tokens that
         spell it are yielded and held, as the model has seen them; a next turn goes on behind them, or by `prefill` from
         where its own text differs. With a constraint only tokens come behind which the text can still become one of the
-        language; an end-of-generation token comes only where it is one, and the stream ends by itself where nothing
-        can follow. max_tokens and the context's end may cut it short: `stats.stop` is "length" or "context" then. A
-        constraint is about the text of one call, from its beginning.
+        language, and where it is one those that end it; the stream ends by itself where nothing can follow. max_tokens
+        and the context's end may cut it short: `stats.stop` is "length" or "context" then. A constraint is about the
+        text of one call, from its beginning.
 
         A yielded token is evaluated only with what follows, so a caller may stop at any point, and the next call goes
         on where the stream ended. The text is empty while a character is incomplete, and while it may be the beginning

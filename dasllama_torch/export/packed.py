@@ -22,6 +22,7 @@ from dasllama_torch.export.foreign import foreign_parts
 from dasllama_torch.export.hf_config import hf_class, hf_config
 from dasllama_torch.export.weights import hf_floats, packed_parts
 from dasllama_torch.gguf.reader import GGUFFile
+from dasllama_torch.hf.common import import_transformers
 from dasllama_torch.modules.causal_lm import CausalLM
 
 if TYPE_CHECKING:
@@ -38,10 +39,9 @@ def packed_transformers(
     hold transformers' tensors as they are (`foreign.PLAIN`).
     Of a model that also sees, the tower for pictures is None: files of text hold none.
     Raises UnsupportedModel for an architecture of which neither is true, and for a model with parts that the file
-    does not fill; ImportError without transformers.
+    does not fill; DasllamaError where transformers is missing.
     """
-    import transformers
-
+    transformers = import_transformers("for its model classes")
     file = GGUFFile(path)
     arch = file.metadata.architecture
     source = load_model(path, mode) if arch in FAMILIES else None

@@ -106,11 +106,13 @@ def requantize(
 
     default: of all matrices that models multiply or look up; norms, biases, routers and convolutions keep theirs, as in
     llama-quantize. None: they keep theirs. types: shell patterns of GGUF names -> type, the first that matches counts;
-    each must match a tensor. Names of types are those of `TYPES`. Rows that are no multiple of a type's block get what
-    llama-quantize gives them (`_INSTEAD`). done: called with
-    each tensor's name when it is written.
-    The file is complete or not there: it gets its name at the end. Raises UnsupportedModel for a type that cannot be
-    written, and for a packed type of a tensor that models read in floats; GGUFError for a pattern without a tensor.
+    each must match a tensor. Names of types are those of `TYPES`. A tensor whose rows are no multiple of a type's block
+    gets the type that llama-quantize would give it, and the report says so. done: called with each tensor's name when
+    it is written.
+    The file is complete or not there: it gets its name at the end, and then replaces one of that name.
+    Raises UnsupportedModel for a type that cannot be written, for a packed type of a tensor that models read in floats,
+    and for values that the type cannot hold; GGUFError for a pattern without a tensor, and for a path that is read or
+    where no file can be.
     """
     types = dict(types or {})
     for name in (*types.values(), *([default] if default else [])):
@@ -118,11 +120,11 @@ def requantize(
             raise UnsupportedModel(f"cannot write type {name!r}; possible: {', '.join(TYPES)}")
     path_out = Path(path_out)
     file = GGUFFile(path_in)
-    if path_out.exists() and any(path_out.samefile(part) for part in file.paths):
-        raise GGUFError(f"{path_out}: is read, wanted another file to write")
+    _check_out(path_out, file)
     for pattern in types:
         if not fnmatch.filter(file.tensors, pattern):
-            raise GGUFError(f"{file.path}: has no tensor {quote(pattern)}")
+            like = quote(next(iter(file.tensors), ""))
+            raise GGUFError(f"{file.path}: has no tensor {quote(pattern)}, wanted a pattern of names such as {like}")
     asked = {name: _asked(tensor, default, types) for name, tensor in file.tensors.items()}
     after = {name: _fitting(qtype, file.tensors[name].shape) for name, qtype in asked.items()}
     infos = {name: (file.tensors[name].shape, qtype) for name, qtype in after.items()}
@@ -156,6 +158,14 @@ def requantize(
     return Requantized(path_out, changes, len(file.tensors) - len(changes), *sizes)
 
 
+def _check_out(path: Path, file: GGUFFile) -> None:
+    """Before anything is computed."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise GGUFError(f"{path}: no file can be written there, wanted a name in a folder that exists")
+    if path.exists() and any(path.samefile(part) for part in file.paths):
+        raise GGUFError(f"{path}: is read, wanted another file to write")
+
+
 def _asked(tensor: GGUFTensor, default: str | None, types: Mapping[str, str]) -> int:
     """The type that the caller wants of a tensor."""
     name = tensor.name
@@ -165,7 +175,9 @@ def _asked(tensor: GGUFTensor, default: str | None, types: Mapping[str, str]) ->
     for pattern, wanted in types.items():
         if fnmatch.fnmatchcase(name, pattern):
             if floats and not t.by_name(wanted).is_float:
-                raise UnsupportedModel(f"tensor {quote(name)} cannot be {wanted}: models read it in floats")
+                raise UnsupportedModel(
+                    f"tensor {quote(name)} cannot be {wanted}: models read it in floats, wanted F32, F16 or BF16"
+                )
             return t.by_name(wanted).id
     return tensor.qtype if floats or default is None else t.by_name(default).id
 
@@ -186,8 +198,16 @@ def _converted(tensor: GGUFTensor, qtype: int) -> tuple[np.ndarray, float]:
     parts, squared, norm = [], 0.0, 0.0
     for part in rows.split(_ROWS):
         floats = dequantize(part, tensor.qtype)
+        if not floats.isfinite().all():
+            raise UnsupportedModel(f"tensor {quote(tensor.name)} holds NaN or infinity: it can only stay as it is")
         parts.append(_quantized(floats, qtype))
-        squared += (dequantize(parts[-1], qtype) - floats).double().square().sum().item()
+        again = dequantize(parts[-1], qtype)
+        if not again.isfinite().all():
+            kind = t.GGML_TYPES[qtype].name
+            raise UnsupportedModel(
+                f"tensor {quote(tensor.name)} holds {floats.abs().max():g}, beyond {kind}: wanted F32 or BF16 for it"
+            )
+        squared += (again - floats).double().square().sum().item()
         norm += floats.double().square().sum().item()
     packed = torch.cat(parts).reshape(*tensor.shape[:-1], -1)
     return packed.numpy(), (squared / norm) ** 0.5 if norm else 0.0

@@ -8,7 +8,7 @@ came of that. Sums are folded in another order than ggml's, so a block may rarel
 scales. m blocks, g groups, n elements of a group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -40,21 +40,25 @@ def _top(x: Tensor) -> Tensor:
     return x.gather(-1, x.abs().argmax(-1, keepdim=True))
 
 
-def _scale(x: Tensor, levels: int) -> Tensor:
-    """The scale [m, g] of codes -levels ... levels - 1, elements weighted by their squares: the best of 19 tries around
-    the one that the largest element suggests (`make_qx_quants`)."""
+def _search(x: Tensor, targets: Iterable[float], nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    """The scale [m, g] of elements [m, g, n], each weighted by its square, that leaves the least error. A try brings
+    the largest element of a group to one of the targets, takes the codes that are nearest, and fits the scale to
+    these; of equals the first counts. nearest: what the codes of scaled elements stand for."""
     weights, top = x * x, _top(x)
-    best, scale = None, None
-    for step in (0, *range(-9, 0), *range(1, 10)):
-        codes = (x * (-(levels + 0.1 * step) / top)).round().clamp(-levels, levels - 1)
-        lx, ll = (weights * x * codes).sum(-1), (weights * codes * codes).sum(-1)
-        found = _ratio(lx, ll)
-        if best is None:
-            scale, best = found, found * lx
-        else:
-            better = (ll > 0) & (lx * lx > best * ll)
-            scale, best = torch.where(better, found, scale), torch.where(better, found * lx, best)
+    scale = best = torch.zeros_like(x[..., 0])
+    for target in targets:
+        found = nearest(x * (target / top))
+        lx, ll = (weights * x * found).sum(-1), (weights * found * found).sum(-1)
+        better = (ll > 0) & (lx * lx > best * ll)
+        scale, best = torch.where(better, lx / ll, scale), torch.where(better, lx / ll * lx, best)
     return torch.where(top.squeeze(-1).abs() < _EPS, 0.0, scale)
+
+
+def _scale(x: Tensor, levels: int) -> Tensor:
+    """The scale [m, g] of codes -levels ... levels - 1, the best of 19 tries around the one that the largest element
+    suggests (`make_qx_quants`)."""
+    targets = (-(levels + 0.1 * step) for step in (0, *range(-9, 0), *range(1, 10)))
+    return _search(x, targets, lambda scaled: scaled.round().clamp(-levels, levels - 1))
 
 
 def _scale_by_turns(x: Tensor, levels: int) -> Tensor:
@@ -216,24 +220,13 @@ def _q6_k(x: Tensor) -> Tensor:
 def _iq4_nl(x: Tensor) -> Tensor:
     values = torch.tensor(IQ4_VALUES, dtype=torch.float32)
     middles = (values[1:] + values[:-1]) / 2
-    weights, top = x * x, _top(x)
 
-    def codes_at(inverse: Tensor) -> Tensor:
-        return torch.bucketize(x * inverse, middles, right=True)
+    def codes_of(scaled: Tensor) -> Tensor:
+        return torch.bucketize(scaled, middles, right=True)
 
-    best = scale = None
-    for step in (None, *range(-7, 8)):
-        inverse = -values[0] / top if step is None else (step + values[0]) / top
-        found = values[codes_at(inverse)]
-        vx, vv = (weights * found * x).sum(-1, keepdim=True), (weights * found * found).sum(-1, keepdim=True)
-        ratio = _ratio(vx, vv)
-        if step is None:
-            scale, best = ratio, ratio * vx
-        else:
-            better = (vv > 0) & (vx * vx > best * vv)
-            scale, best = torch.where(better, ratio, scale), torch.where(better, ratio * vx, best)
-    scale = torch.where(top.abs() < _EPS, 0.0, scale)
-    codes = codes_at(_ratio(torch.tensor(1.0), scale)).to(torch.uint8)
+    targets = (-IQ4_VALUES[0], *(IQ4_VALUES[0] + step for step in range(-7, 8)))
+    scale = _search(x, targets, lambda scaled: values[codes_of(scaled)]).unsqueeze(-1)
+    codes = codes_of(x * _ratio(torch.tensor(1.0), scale)).to(torch.uint8)
     return torch.cat([_bytes(scale.half()), codes[:, :16] | codes[:, 16:] << 4], 1)
 
 

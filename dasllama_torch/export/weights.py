@@ -7,17 +7,20 @@ as they are used.
 E experts, N outputs, K inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dasllama_torch.arch.qwen3next import ProjectionByHead
+from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.hf.names import adds_one, canonical, to_gguf
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.gated_delta import GatedDeltaNet
 from dasllama_torch.modules.linear import Packed
 from dasllama_torch.modules.moe import Experts
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def to_hf(model: CausalLM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -26,11 +29,26 @@ def to_hf(model: CausalLM, dtype: torch.dtype = torch.float32) -> dict[str, Tens
     dtype: of all tensors; float32 loses nothing. A head that is the embedding table is the same tensor twice. Models
     that also see give their text decoder, as files of text hold no tower. Takes the memory of all weights in dtype;
     what makes one tensor at a time is `hf_tensors`.
+    Raises ValueError for a dtype that is none of floats, UnsupportedModel for a value beyond it.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(model)}
+    tensors = dict(in_dtype(hf_tensors(model), dtype))
     if is_tied(model):
         tensors["lm_head.weight"] = next(t for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
     return tensors
+
+
+def in_dtype(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in another type, one after the other. Errors as of `to_hf`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}, wanted one of {', '.join(map(str, DTYPES))}")
+    return ((name, _cast(name, tensor, dtype)) for name, tensor in tensors)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    if (tensor.isfinite() & cast.isinf()).any():
+        raise UnsupportedModel(f"{name} holds {tensor.abs().max():g}, beyond {dtype}: wanted bfloat16 or float32")
+    return cast
 
 
 def is_tied(model: CausalLM) -> bool:

@@ -154,6 +154,8 @@ def compare(
     them, so that no two sets are ever held. prompt: text, or T token ids. tolerance: of the largest difference,
     relative to the spread (standard deviation) of what the reference's module gives. top_k: likeliest tokens whose
     overlap is counted, at most V.
+    What ours show as modules and transformers computes by functions (rotation, attention, the convolution and the rule
+    of a delta net) is compared as well, see taps.py.
     Raises UnsupportedModel where the two have vocabularies of different sizes, or tokenize the prompt differently.
     """
     if not tolerance > 0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dasllama_torch.modules.attention import PagedAttention
-from dasllama_torch.ops.paged_attention import weigh_row
+from dasllama_torch.ops.paged_attention import weigh
 from dasllama_torch.step import Step
 
 
@@ -41,22 +41,27 @@ def pattern(attn: PagedAttention, args: tuple, step: Step) -> tuple[Tensor, Tens
 
 
 def _from_cache(attn: PagedAttention, q: Tensor, step: Step, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`pattern` by the formula of ops/paged_attention.py, row by row: a query is rounded as its codec says."""
+    """`pattern` by the formula of ops/paged_attention.py, all rows of a sequence at once: a query is rounded as its
+    codec says."""
     cache = step.cache[attn.source]
     table, R = step.tables[cache.group].block_table.long(), cache.k.shape[2]
     rows = q.reshape(-1, *q.shape[-2:]).float()
-    ends = attn.row_end(step).tolist()
-    weights = rows.new_zeros(*rows.shape[:2], max(ends))
+    end = attn.row_end(step).long()
+    begin = (step.row_pos.long() + 1 - attn.window).clamp(min=0) if attn.window else torch.zeros_like(end)
+    weights = rows.new_zeros(*rows.shape[:2], int(end.max()))
     to_sinks = rows.new_zeros(rows.shape[:2])
-    for t, (seq, pos, end) in enumerate(zip(step.row_seq.tolist(), step.row_pos.tolist(), ends, strict=True)):
-        if seq < 0:
+    for seq in range(step.n_seqs):
+        mine = (step.row_seq == seq).nonzero().flatten()
+        if not len(mine):
             continue
-        at = torch.arange(max(0, pos + 1 - attn.window) if attn.window else 0, end, device=q.device)
+        first, last = int(begin[mine].min()), int(end[mine].max())
+        at = torch.arange(first, last, device=q.device)  # before a window pages may be gone
         keys = cache.k[table[seq, at // R], :, at % R]  # [n, G, row]
-        shares, _ = weigh_row(cache.k_codec.dot(rows[t], keys), attn.scale, attn.softcap, sinks)
-        weights[t][:, at] = shares[:, : len(at)]
+        seen = (at >= begin[mine, None]) & (at < end[mine, None])
+        shares, _ = weigh(cache.k_codec.dot(rows[mine], keys), attn.scale, attn.softcap, sinks, seen[:, None])
+        weights[mine, :, first:last] = shares[..., : len(at)]
         if sinks is not None:
-            to_sinks[t] = shares[:, -1]
+            to_sinks[mine] = shares[..., -1]
     lead = q.shape[:-2]
     return weights.unflatten(0, lead), None if sinks is None else to_sinks.unflatten(0, lead)
 

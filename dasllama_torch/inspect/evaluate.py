@@ -177,9 +177,12 @@ def evaluate(
         raise ValueError(f"n_ctx is {n_ctx}, wanted 4 or more")
     if stride is not None and convention != "hf":
         raise ValueError("stride is of convention 'hf': windows of 'llama.cpp' do not overlap")
-    stride = stride or (max(1, n_ctx // 2) if convention == "hf" else n_ctx)
+    if stride is None:
+        stride = n_ctx // 2 if convention == "hf" else n_ctx
     if not 1 <= stride <= n_ctx:
         raise ValueError(f"stride is {stride}, wanted 1 to n_ctx, {n_ctx}: else tokens between windows are lost")
+    if max_windows is not None and max_windows < 1:
+        raise ValueError(f"max_windows is {max_windows}, wanted 1 or more, or None for all")
     content = _read(Path(text)) if isinstance(text, os.PathLike) else text
     ids = prompt_ids(model, model if other is None else other, content)
     windows = list(cut(ids, convention, n_ctx, stride, _bos(model, other)))[:max_windows]

@@ -100,9 +100,9 @@ class QuantizationErrors:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, list[dict]]:
-        """All figures as plain data."""
+        """All figures as plain data; what is infinite or NaN, as the sqnr of an exact matrix, is None."""
         kinds = (("tensors", self.tensors), ("layers", self.layers))
-        return {kind: [{**asdict(row), "sqnr": row.sqnr} for row in rows] for kind, rows in kinds}
+        return {kind: [_plain(row) for row in rows] for kind, rows in kinds}
 
 
 def quantization_error(model: CausalLM, reference: Reference) -> QuantizationErrors:
@@ -110,9 +110,8 @@ def quantization_error(model: CausalLM, reference: Reference) -> QuantizationErr
 
     reference: another model of the same modules (from a folder of safetensors, say), the path of a GGUF file of one
     (F32, F16, or any types), or tensors by `<path of the module>.weight`, in transformers' order of rows. Rows are
-    dequantized some at a time. A head that is
-    the embedding table counts once. Raises ValueError for a matrix that the reference has not, or has in another shape,
-    and what `load_model` raises for a file.
+    dequantized some at a time. A head that is the embedding table counts once. Raises ValueError for a matrix that the
+    reference has not, or has in another shape, and what `load_model` raises for a file.
     """
     rows_of = _rows_of(reference)
     tensors: list[tuple[str, int | None, str, _Sums]] = []
@@ -140,6 +139,11 @@ def quantization_error(model: CausalLM, reference: Reference) -> QuantizationErr
             for layer, (kinds, sums) in sorted(layers.items(), key=lambda item: -1 if item[0] is None else item[0])
         ],
     )
+
+
+def _plain(row: TensorError) -> dict:
+    figures = {**asdict(row), "sqnr": row.sqnr}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
 def _packed(model: CausalLM) -> Iterator[tuple[str, Packed]]:

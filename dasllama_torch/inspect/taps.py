@@ -1,8 +1,9 @@
 """What modules give, by path, in ours and in transformers' models alike.
 
-Our modules stand at transformers' paths, so a hook is enough for most. Two things that ours show as modules of their
-own (`self_attn.rope`, `self_attn.attn`) are functions in transformers, which all of its attention modules call through
-one interface: there they are tapped, and given the paths that ours have.
+Our modules stand at transformers' paths, so a hook is enough for most. What ours show as modules of their own and
+transformers computes by functions is tapped there, and given the paths that ours have: rotated queries and keys
+(`self_attn.rope`), attention (`self_attn.attn`), and of a delta net the convolution with the SiLU behind it
+(`linear_attn.conv1d`, a module there that only holds the weight) and the delta rule (`linear_attn.delta`).
 """
 
 import contextlib
@@ -25,6 +26,12 @@ class Place(NamedTuple):
         return f"{self.path} ({self.call + 1})" if self.call else self.path
 
 
+Note = Callable[[Place, Any], None]
+
+# Function of transformers' modeling files -> our module below a delta net.
+_DELTA_NET = {"causal_conv1d_fn": "conv1d", "torch_chunk_gated_delta_rule": "delta"}
+
+
 @contextlib.contextmanager
 def tapped(root: nn.Module, paths: Collection[str], seen: Callable[[Place, Tensor], object]) -> Iterator[None]:
     """Within this context every forward of root's modules at `paths` calls `seen` with place and output, in the order
@@ -40,17 +47,13 @@ def tapped(root: nn.Module, paths: Collection[str], seen: Callable[[Place, Tenso
         calls[path] += 1
         note(Place(path, calls[path] - 1), output)
 
-    hooks = [
-        module.register_forward_hook(functools.partial(hook, path))
-        for path, module in root.named_modules()
-        if path in paths
-    ]
-    try:
-        with _attention_of_transformers(root, paths, note):
-            yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with contextlib.ExitStack() as stack:
+        for path, module in root.named_modules():
+            if path in paths:
+                stack.enter_context(module.register_forward_hook(functools.partial(hook, path)))
+        _tap_attention_of_transformers(stack, root, paths, note)
+        _tap_delta_nets_of_transformers(stack, root, note)
+        yield
 
 
 def main_output(output: Any) -> Tensor | None:
@@ -66,19 +69,16 @@ def main_output(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.is_floating_point() else None
 
 
-@contextlib.contextmanager
-def _attention_of_transformers(
-    root: nn.Module, paths: Collection[str], note: Callable[[Place, Any], None]
-) -> Iterator[None]:
-    """Notes q and k as they enter the attention function of a module of root, and its output, [B, T, heads, D]."""
+def _tap_attention_of_transformers(
+    stack: contextlib.ExitStack, root: nn.Module, paths: Collection[str], note: Note
+) -> None:
+    """Notes q and k as they enter the attention function of a module of root, and its output, [B, T, heads, D]. All of
+    transformers' attention modules get theirs from one interface."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:  # then root is none of its models
-        yield
         return
-    AttentionInterface = modeling.AttentionInterface
-
     owners = {id(module): path for path, module in root.named_modules()}
-    original = AttentionInterface.get_interface
+    original = modeling.AttentionInterface.get_interface
 
     def attend(attention, module, query, key, *args, **kwargs):
         path = owners.get(id(module))
@@ -95,8 +95,42 @@ def _attention_of_transformers(
     def get_interface(self, *args, **kwargs):
         return functools.partial(attend, original(self, *args, **kwargs))
 
-    AttentionInterface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = original
+    _replace(stack, modeling.AttentionInterface, "get_interface", get_interface)
+
+
+def _tap_delta_nets_of_transformers(stack: contextlib.ExitStack, root: nn.Module, note: Note) -> None:
+    """Notes what two functions give to each delta net of root: the convolution, [B, channels, T] there and here
+    [B, T, channels], and the delta rule, [B, T, H, Dv]. Each modeling file has its own two, and its nets call them by
+    name.
+    """
+    running: list[str] = []  # the net under way
+
+    def begin(path: str, *_) -> None:
+        running[:] = [path]
+
+    def tap(call: Callable, name: str) -> Callable:
+        @functools.wraps(call)
+        def noted(*args, **kwargs):
+            result = call(*args, **kwargs)
+            if running:
+                note(Place(f"{running[0]}.{name}", 0), result.transpose(1, 2) if name == "conv1d" else result)
+            return result
+
+        return noted
+
+    files = set()
+    for path, module in root.named_modules():
+        file = sys.modules.get(type(module).__module__)
+        if hasattr(module, "conv1d") and all(hasattr(file, function) for function in _DELTA_NET):
+            files.add(file)
+            stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, path)))
+            stack.enter_context(module.register_forward_hook(lambda *_: running.clear(), always_call=True))
+    for file in files:
+        for function, name in _DELTA_NET.items():
+            _replace(stack, file, function, tap(getattr(file, function), name))
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put a value in an attribute's place until the stack is left."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

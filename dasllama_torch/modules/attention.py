@@ -6,7 +6,7 @@ from torch import Tensor
 from dasllama_torch.modules.base import Module
 from dasllama_torch.ops.attention import attention
 from dasllama_torch.ops.kv_write import kv_write
-from dasllama_torch.ops.paged_attention import paged_attention
+from dasllama_torch.ops.paged_attention import paged_attention, weigh
 from dasllama_torch.step import Step
 
 
@@ -68,20 +68,15 @@ class PagedAttention(Module):
         sum. Rows of padding are zeros.
         """
         keys = step.kv[self.source][0] if k is None else k
-        B, T, H, _ = q.shape
-        keys = keys.float().repeat_interleave(H // keys.shape[2], 2)
-        scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * self.scale
-        if self.softcap:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
+        B, T, _, _ = q.shape
         sequence, at, end = (each.view(B, 1, T) for each in (step.row_seq, step.row_pos, self.row_end(step)))
         seen = (sequence >= 0) & (sequence.mT == sequence) & (at < end.mT)  # [B, T, T]: row t sees key s
         if self.window:
             seen &= at > at.mT - self.window
-        scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, T, 1)], -1)
-        weights = scores.softmax(-1)[..., :T]
-        return weights.masked_fill(~seen.any(-1)[:, None, :, None], 0.0)
+        by_kv_head = q.float().unflatten(2, (keys.shape[2], -1))  # [B, T, G, H / G, D]
+        dots = torch.einsum("btgrd,bsgd->btgrs", by_kv_head, keys.float()).flatten(2, 3)
+        weights, _ = weigh(dots, self.scale, self.softcap, sinks, seen[:, :, None])
+        return weights[..., :T].transpose(1, 2).masked_fill(~seen.any(-1)[:, None, :, None], 0.0)
 
     def extra_repr(self) -> str:
         parts = [f"layer={self.layer}", f"scale={self.scale:g}"]

@@ -22,7 +22,7 @@ from . import gemma4, glm, harmony, hermes, llama_json, mistral, qwen3_coder
 from .calls import CallDelta, ToolCall, ToolReply
 from .conversation import add_tool_results, inline_tools, render_assistant_calls
 from .formats import ToolFormat
-from .grammar import choice_grammar
+from .grammar import choice_grammar, no_call_grammar
 from .stream import CallStream
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "choice_grammar",
     "detect_format",
     "inline_tools",
+    "no_call_grammar",
     "parse_calls",
     "render_assistant_calls",
     "tool_format",

@@ -32,11 +32,13 @@ class Inline:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
     """name: as in `FORMATS`. read: takes a reply apart. grammar: the expression of a reply that calls one of
-    the tools, several times if that is True. inline: None where the format has turns and markers of its own, which only
-    a template can write.
+    the tools, several times if that is True. openings: what begins calls and stands nowhere else, names of special
+    tokens where a vocabulary has them, else texts. inline: None where the format has turns and markers of its own,
+    which only a template can write.
     """
 
     name: str
     read: Callable[[Reader], Steps[None]]
     grammar: Callable[[Rules, Sequence[Callee], bool], str]
+    openings: tuple[str, ...]
     inline: Inline | None = None

@@ -207,4 +207,4 @@ def _only(branch: Schema, *keywords: str) -> None:
         raise ConstraintError(f"JSON schema: {min(beyond)!r} of an {branch['type']} is not implemented for this format")
 
 
-FORMAT = ToolFormat(name="gemma4", read=_read, grammar=_grammar)
+FORMAT = ToolFormat(name="gemma4", read=_read, grammar=_grammar, openings=(_OPEN,))

@@ -96,5 +96,6 @@ FORMAT = ToolFormat(
     name="glm",
     read=_read,
     grammar=_grammar,
+    openings=(_OPEN,),
     inline=Inline(definitions=_definitions, calls=_calls, results=xml_results, result_role="observation"),
 )

@@ -1,4 +1,4 @@
-"""Grammars that leave a model nothing to write but tool calls.
+"""Grammars that leave a model nothing to write but tool calls, or no way to begin one.
 
     grammar = choice_grammar(form, tools, "required", tokenizer.special_ids())
 
@@ -57,6 +57,11 @@ def choice_grammar(
     rules = Rules(tokens or {})
     several = choice == REQUIRED
     return rules.source(form.grammar(rules, [*known.values()] if several else [known[choice]], several))
+
+
+def no_call_grammar(openings: Sequence[str]) -> str:
+    """The grammar of replies in which none of these texts is, each of which begins a call."""
+    return f"start: TEXT\nTEXT: {ANY} & {without(openings)}\n"
 
 
 class Rules:

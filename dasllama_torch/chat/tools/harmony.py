@@ -56,4 +56,4 @@ def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
     return sequence(start, rules.marker(_CHANNEL), one_of(choices))
 
 
-FORMAT = ToolFormat(name="harmony", read=_read, grammar=_grammar)
+FORMAT = ToolFormat(name="harmony", read=_read, grammar=_grammar, openings=(f"{_TO}functions.",))

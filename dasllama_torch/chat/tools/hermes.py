@@ -58,5 +58,6 @@ FORMAT = ToolFormat(
     name="hermes",
     read=_read,
     grammar=_grammar,
+    openings=(_OPEN,),
     inline=Inline(definitions=_definitions, calls=_calls, results=xml_results),
 )

@@ -53,6 +53,7 @@ FORMAT = ToolFormat(
     name="llama-json",
     read=_read,
     grammar=_grammar,
+    openings=(_TAG,),  # where there is none, a call is JSON like any other
     inline=Inline(
         definitions=_definitions,
         calls=_calls,

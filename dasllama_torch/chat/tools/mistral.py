@@ -64,7 +64,8 @@ def _grammar(rules: Rules, tools: Sequence[Callee], several: bool) -> str:
         return repeated(rules.add(sequence(rules.marker(_CALLS), one_of(choices))), "", several)
     call_id = optional(literal(', "id": "'), _NINE, literal('"'))
     call = rules.add(sequence(one_of([rules.call(tool, "arguments") for tool in tools]), call_id, BRACE))
-    return sequence(rules.marker(_CALLS), literal("["), repeated(call, literal(", "), several), literal("]"))
+    space = optional(literal(" "))  # the models of these vocabularies write one
+    return sequence(rules.marker(_CALLS), space, literal("["), repeated(call, literal(", "), several), literal("]"))
 
 
-FORMAT = ToolFormat(name="mistral", read=_read, grammar=_grammar)
+FORMAT = ToolFormat(name="mistral", read=_read, grammar=_grammar, openings=(_CALLS,))

@@ -109,5 +109,6 @@ FORMAT = ToolFormat(
     name="qwen3-coder",
     read=_read,
     grammar=_grammar,
+    openings=(_OPEN, _FUNCTION),
     inline=Inline(definitions=_definitions, calls=_calls, results=xml_results, before_calls="\n\n"),
 )

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..constraint import JsonSchemaOption, constraint
+from ..constraint import GrammarOption, JsonSchemaOption, RegexOption, constraint
 from ..exits import INTERRUPTED
 from ..models import load, start_torch
 from ..options import (
     CtxOption,
+    DeviceOption,
     KVOption,
     KVType,
     MinPOption,
@@ -19,6 +20,7 @@ from ..options import (
     ModeOption,
     RepeatPenaltyOption,
     SeedOption,
+    StopOption,
     TempOption,
     ThreadsOption,
     TopKOption,
@@ -26,7 +28,7 @@ from ..options import (
     sampling_params,
 )
 from ..output import printable
-from ..stdin import read_text
+from ..texts import read_file, read_text
 from .dialogue import Dialogue
 from .editor import history, read_message
 from .respond import report, respond
@@ -50,12 +52,16 @@ def command(
     min_p: MinPOption = 0.0,
     repeat_penalty: RepeatPenaltyOption = 1.0,
     seed: SeedOption = None,
+    stop: StopOption = None,
     json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
     template: Annotated[Path | None, typer.Option(help="A Jinja file in place of the model's chat template.")] = None,
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
     ctx: CtxOption = None,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Talk with a model. In a pipe, answer what comes on standard input and print the answer alone.
 
@@ -65,7 +71,7 @@ def command(
     message = None if is_person else read_text(None)
     if message is not None and not message.strip():
         raise typer.BadParameter("the message on standard input is empty")
-    source = None if template is None else _read(template)
+    source = None if template is None else read_file(template)
     start_torch(threads)
     import dasllama_torch as dl
 
@@ -76,9 +82,10 @@ def command(
         min_p=min_p,
         repetition_penalty=repeat_penalty,
         seed=seed,
-        constraint=constraint(json_schema, None, None),
+        stop=stop or (),
+        constraint=constraint(json_schema, regex, grammar),
     )
-    loaded, path = load(model, mode)
+    loaded, path = load(model, mode, device)
     with dl.create_chat(loaded, system, chat_template=source, kv_dtype=kv.value, n_ctx=ctx) as chat:
         if message is not None:
             raise typer.Exit(_answer(chat, params, max_tokens, message))
@@ -94,10 +101,3 @@ def _answer(chat: "Chat", params: "SamplingParams", max_tokens: int | None, mess
     stopped = respond(chat, params, max_tokens, Screen(sys.stdout, sys.stderr))
     print(report(chat), file=sys.stderr)
     return INTERRUPTED if stopped else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as e:
-        raise typer.BadParameter(f"{path}: no UTF-8 text: byte {e.start} is {e.object[e.start]:#04x}") from None
