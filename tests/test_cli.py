@@ -119,7 +119,7 @@ def test_an_architecture_that_is_not_implemented_is_one_line(capsys, small):
 
 @pytest.mark.parametrize(
     ("device", "wanted"),
-    [("nosuch", "is unknown, wanted 'cpu' or 'cuda'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
+    [("nosuch", "is unknown, wanted 'cpu', 'cuda' or 'auto'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
 )
 def test_a_device_that_cannot_serve_is_one_line(capsys, small, device, wanted):
     assert f"device {device!r} {wanted}" in fails(capsys, "run", small, "text", "--device", device)
