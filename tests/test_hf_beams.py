@@ -67,18 +67,26 @@ def test_settings(llama, settings):
     assert_same(model.generate(x, **how), hf.generate(x, **how))
 
 
-def test_every_end(llama):
-    """So many ends that most candidates stop."""
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_every_end(llama, early_stopping):
+    """So many ends that most candidates stop, and the search before its last step."""
     model, hf = llama
     x, mask = prompts()
-    how = HOW | dict(attention_mask=mask, eos_token_id=list(range(100, 200)), num_return_sequences=4)
+    how = HOW | dict(attention_mask=mask, num_return_sequences=4, early_stopping=early_stopping)
+    how |= dict(eos_token_id=list(range(100, 200)), max_new_tokens=24)
     assert_same(model.generate(x, **how), hf.generate(x, **how))
 
 
-def test_draws_are_those_of_transformers(llama):
+STRICT = dict(temperature=0.5, top_k=2, top_p=0.1, min_p=0.9)  # as many tokens stay as beams need
+
+
+@pytest.mark.parametrize(
+    "warpers", [dict(temperature=1.4, top_k=30, top_p=0.9, min_p=0.01), STRICT], ids=["", "strict"]
+)
+def test_draws_are_those_of_transformers(llama, warpers):
     model, hf = llama
     x, mask = prompts()
-    how = HOW | dict(attention_mask=mask, do_sample=True, temperature=1.4, top_k=30, top_p=0.9, min_p=0.01)
+    how = HOW | warpers | dict(attention_mask=mask, do_sample=True)
     how |= dict(eos_token_id=ends_of(model, x, mask), num_return_sequences=2)
     torch.manual_seed(3)
     found = model.generate(x, **how)
