@@ -87,8 +87,8 @@ def nll(model, ids, kv_dtype):
     """f32 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
     found = []
     with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        for i in range(0, len(ids), 128):
-            rows, following = session.eval(ids[i : i + 128], logits="all"), torch.tensor(ids[i + 1 : i + 129])
+        for i in range(0, len(ids), 256):
+            rows, following = session.eval(ids[i : i + 256], logits="all"), torch.tensor(ids[i + 1 : i + 257])
             found.append(torch.nn.functional.cross_entropy(rows[: len(following)], following, reduction="none"))
     return torch.cat(found).numpy()
 
