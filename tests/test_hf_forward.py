@@ -58,6 +58,93 @@ def test_hidden_states_and_attentions(pair):
 
 
 @torch.no_grad()
+def test_hidden_states_and_attentions_with_a_cache(pair):
+    """A prompt, some tokens, one: windows have moved on by then, and keys of layers that have one are left out."""
+    model, hf, case = pair
+    x, looks = ids(2, 47), dict(output_hidden_states=True, output_attentions=True)
+    ours = theirs = None
+    for part in (x[:, :37], x[:, 37:46], x[:, 46:]):
+        found = model(part, cache=ours, use_cache=True, logits_to_keep=1, **looks)
+        wanted = hf(input_ids=part, cache=theirs, use_cache=True, logits_to_keep=1, **looks)
+        ours, theirs = found.cache, wanted.cache
+        assert found.keys() == list(wanted.keys())
+        assert_close(found.logits, wanted.logits, FP32_LOGITS * TINY[case])
+        for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+            assert_close(a, b, FP32_LOGITS * TINY[case])
+        for a, b in zip(found.attentions, wanted.attentions, strict=True):
+            assert a.shape == b.shape
+            assert (a - b).abs().max() <= FP32_LOGITS * TINY[case]
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "gemma3", "gpt-oss"])
+def test_attentions_of_a_padded_batch_with_a_cache(case, oracle):
+    """Columns of padding stay where they are, whatever comes behind them."""
+    model, hf = live_pair(oracle, case)
+    x = ids(3, 44)
+    mask, positions = padded(x, "left")
+    if case == "llama":
+        mask[1, 39:41] = 0  # a row that gets less; windows of transformers would count this as tokens
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ours = theirs = None
+    for start, stop in ((0, 37), (37, 43), (43, 44)):
+        given = dict(attention_mask=mask[:, :stop], output_attentions=True, use_cache=True)
+        found = model(x[:, start:stop], cache=ours, **given)
+        wanted = hf(x[:, start:stop], cache=theirs, position_ids=positions[:, start:stop], **given)
+        ours, theirs = found.cache, wanted.cache
+        real = mask[:, start:stop].bool()
+        for a, b in zip(found.attentions, wanted.attentions, strict=True):
+            assert a.shape == b.shape
+            assert (a - b).movedim(2, 1)[real].abs().max() <= FP32_LOGITS
+            assert not a.movedim(2, 1)[~real].any()
+
+
+@torch.no_grad()
+def test_attentions_of_a_window_with_padding_in_it(oracle):
+    """It shows as many tokens as without, and the columns reach back to them."""
+    model = dl.load_model(oracle / "tiny" / "gemma3.gguf", mode="fp32")
+    x, mask = ids(1, 44), torch.ones(1, 44)
+    mask[:, 37:43] = 0
+    cache = model(x[:, :43], attention_mask=mask[:, :43], use_cache=True).cache
+    found = model(x[:, 43:], cache=cache, output_attentions=True).attentions
+    alone = model(x[mask.bool()][None], output_attentions=True).attentions
+    for a, b in zip(found, alone, strict=True):
+        columns = mask[0, 44 - a.shape[-1] :].bool()
+        assert (a[0, :, 0, columns] - b[0, :, -1, -int(columns.sum()) :]).abs().max() <= FP32_LOGITS
+        assert a.sum(-1).allclose(torch.ones(()))
+
+
+@torch.no_grad()
+def test_attentions_over_sessions(llama):
+    """Sessions of several lengths are as rows that are padded on the left; windows of a long prompt do not show."""
+    model, _ = llama
+    x = ids(2, 600)
+    with (
+        dl.create_session(model, "f32", n_ctx=601) as a,
+        dl.create_session(model, "f32", n_ctx=601) as b,
+    ):
+        a.eval(x[0, :40].tolist())
+        b.eval(x[1, :25].tolist())
+        a.pending = [int(x[0, 40])]  # as `Session.generate` leaves it
+        found = model(torch.stack([x[0, 41:600], x[1, 25:584]]), cache=[a, b], output_attentions=True)
+        for layer, wanted in zip(found.attentions, model(x, output_attentions=True).attentions, strict=True):
+            assert layer.shape == (2, 4, 559, 600)
+            assert (layer[0] - wanted[0, :, 41:]).abs().max() <= FP32_LOGITS
+            assert (layer[1, :, :, 16:] - wanted[1, :, 25:584, :584]).abs().max() <= FP32_LOGITS
+            assert not layer[1, :, :, :16].any()
+    with dl.create_session(model, "f32", n_ctx=16, on_full="shift") as a:
+        a.eval(x[0, :12].tolist())
+        with pytest.raises(ValueError, match="would shift tokens away"):
+            model(x[:1, :9], cache=a, output_attentions=True)
+        assert a.n_past == 12
+    cache = model(x[:1, :9], use_cache=True).cache
+    cache.sessions[0].eval([3, 4])
+    with pytest.raises(ValueError, match="holds 11 tokens, and the cache has seen 9"):
+        model(x[:1, :9], cache=cache, output_attentions=True)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_with_a_cache_is_what_each_row_is_alone(pair, side):
     model, hf, case = pair
@@ -141,8 +228,6 @@ def test_sessions_as_a_cache(llama):
             model(x[:1], cache=a, position_ids=torch.arange(30)[None])
         with pytest.raises(ValueError, match="attention_mask has shape"):
             model(x[:1], cache=a, attention_mask=torch.ones(1, 63))
-        with pytest.raises(dl.UnsupportedModel, match="output_attentions"):
-            model(x[:1], cache=a, output_attentions=True)
         with pytest.raises(ValueError, match="cache is a dict"):
             model(x[:1], cache={})
 

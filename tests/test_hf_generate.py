@@ -10,7 +10,7 @@ from hf_pairs import live_pair
 from tolerances import GREEDY_MARGIN
 
 import dasllama_torch as dl
-from dasllama_torch.hf.generate import Options
+from dasllama_torch.hf.options import Options
 from dasllama_torch.sampling import candidates, penalize
 
 CASES = ("llama", "qwen3moe", "qwen3vl", "phi3", "gpt-oss", "gemma3", "gemma4_e", "qwen35")
@@ -205,8 +205,8 @@ def test_processors_criteria_and_streamers(llama):
 def test_what_is_not_implemented_is_refused_by_name(llama):
     model, _ = llama
     x, _ = prompts()
-    with pytest.raises(dl.UnsupportedModel, match="num_beams=4"):
-        model.generate(x, num_beams=4)
+    with pytest.raises(dl.UnsupportedModel, match="use_cache=False"):
+        model.generate(x, use_cache=False)
     with pytest.raises(TypeError, match="'no_repeat_ngram_size' is not implemented"):
         model.generate(x, generation_config=transformers.GenerationConfig(no_repeat_ngram_size=2))
     with pytest.raises(TypeError, match="'max_tokens'"):

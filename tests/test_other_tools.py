@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from test_invariants import text
+from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
 
@@ -64,3 +65,34 @@ def test_nnsight(model):
         wanted, cache = dl.run_with_cache(model, IDS, "model.layers.1")
     assert torch.equal(hidden, cache["model.layers.1"])
     assert torch.equal(logits, wanted)
+
+
+@torch.no_grad()
+def test_transformer_lens(demo_model, tmp_path):
+    """Its bridge on transformers' class with our packed matrices: the names that it shares with us are of the same
+    values, and its hooks write."""
+    bridges = pytest.importorskip("transformer_lens.model_bridge", exc_type=ImportError)
+    hf = dl.packed_transformers(demo_model, mode="fp32")
+    dl.AutoTokenizer.from_pretrained(demo_model).save_pretrained(tmp_path)
+    tokenizer = dl.AutoTokenizer.from_pretrained(tmp_path)  # the bridge loads it once more from there
+    bridge = bridges.TransformerBridge.boot_transformers("demo", hf_model=hf, tokenizer=tokenizer, device="cpu")
+    model = dl.load_model(demo_model, mode="fp32")
+    ids = torch.tensor([model.encode("The old lighthouse stood at the end of the")])
+    values = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "ln2.hook_scale")
+    values += ("attn.hook_pattern", "attn.hook_z", "mlp.hook_pre", "mlp.hook_post")
+    names = [f"blocks.7.{value}" for value in values]
+    logits, theirs = bridge.run_with_cache(ids, names_filter=names)
+    wanted, ours = dl.run_with_cache(model, ids, names)
+    assert_close(logits, wanted)
+    for name in names:
+        assert_close(theirs[name], ours[name])
+    logits = bridge.run_with_hooks(ids, fwd_hooks=[("blocks.3.hook_mlp_out", lambda value, hook: value * 0)])
+    with dl.patch(model, {"blocks.3.hook_mlp_out": torch.zeros_like}):
+        patched = model(ids).logits
+    assert_close(logits, patched)
+    assert (patched - wanted).abs().max() > 1
+
+
+def assert_close(found, wanted):
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= FP32_LOGITS * max(wanted.std(), 1)

@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tokenizers import Tokenizer as Tokenizers
+
 from dasllama_torch.errors import TokenizerError
 from dasllama_torch.hf.common import import_transformers
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.text.tokenizer import Tokenizer
+
+
+class _Given:
+    """A tokenizer for transformers to have. It would copy one, through JSON, which takes seconds for 262,144 tokens."""
+
+    def __init__(self, tokenizer: Tokenizers):
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict) -> Tokenizers:
+        return self._tokenizer
 
 
 def hf_tokenizer(model: CausalLM):
@@ -30,7 +42,7 @@ def hf_tokenizer_of(metadata: Mapping[str, Any]):
     names = {f"{name}_token": fast.id_to_token(i) for name, i in ids.items() if i is not None}
     context = metadata.get(f"{metadata['general.architecture']}.context_length")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast,
+        tokenizer_object=_Given(fast),
         chat_template=metadata.get("tokenizer.chat_template"),
         model_max_length=int(context) if context else None,
         clean_up_tokenization_spaces=False,

@@ -8,10 +8,9 @@ from torch import Tensor
 from dasllama_torch.engine.session import Session
 from dasllama_torch.hf import cache as cached
 from dasllama_torch.hf.generate import generate
+from dasllama_torch.hf.steps import GenerateOutput
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.outputs import CausalLMOutput
-
-ROOM = 4096  # tokens that the sessions of a new cache may hold at least; long prompts get room for as much again
 
 
 class Verbs:
@@ -33,12 +32,15 @@ class Verbs:
         cache: cached.Cache | None,
         logits_to_keep: int | Tensor,
         hidden_states: bool | int | list[int],
+        attentions: bool,
     ) -> CausalLMOutput:
         """A forward that goes on from a cache, or from a new one; see `cache.forward`."""
         if cache is None:
-            n_ctx = max(min(model.config.n_ctx, ROOM), 2 * given.shape[1])
+            n_ctx = max(min(model.config.n_ctx, cached.ROOM), 2 * given.shape[1])  # a long prompt may go on for as much
             cache = cached.SessionCache([self.open(model, n_ctx) for _ in range(given.shape[0])])
-        return cached.forward(model, cache, given, attention_mask, position_ids, logits_to_keep, hidden_states)
+        return cached.forward(
+            model, cache, given, attention_mask, position_ids, logits_to_keep, hidden_states, attentions
+        )
 
-    def generate(self, model: CausalLM, inputs: Tensor | None, **how) -> Tensor:
+    def generate(self, model: CausalLM, inputs: Tensor | None, **how) -> Tensor | GenerateOutput:
         return generate(model, lambda **session: self.open(model, **session), inputs, **how)

@@ -61,12 +61,16 @@ class PagedAttention(Module):
 
     def probabilities(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, step: Step, sinks: Tensor | None = None
-    ) -> Tensor:
-        """The weights f32 [B, H, T, T] of the values, for a forward without a cache: q [B, T, H, D], k [B, T, G, D].
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weights f32 [B, T, H, S] of the values, and what goes to the head's sink, f32 [B, T, H], None without
+        sinks: q [B, T, H, D], k [B, T, G, D]. Those of a row sum to 1, those of padding to 0.
 
-        By the formula, in f32, as transformers' eager attention has them: what a sink takes is missing from a row's
-        sum. Rows of padding are zeros.
+        By the formula, in f32, for no kernel keeps them. Without a cache S is T. With one it counts the positions of
+        each row's sequence from its first on; the keys are the cache's, and a query that meets codes is rounded as
+        their codec says.
         """
+        if step.cache is not None:
+            return self._cached_probabilities(q, step, sinks)
         keys = step.kv[self.source][0] if k is None else k
         B, T, _, _ = q.shape
         sequence, at, end = (each.view(B, 1, T) for each in (step.row_seq, step.row_pos, self.row_end(step)))
@@ -76,7 +80,32 @@ class PagedAttention(Module):
         by_kv_head = q.float().unflatten(2, (keys.shape[2], -1))  # [B, T, G, H / G, D]
         dots = torch.einsum("btgrd,bsgd->btgrs", by_kv_head, keys.float()).flatten(2, 3)
         weights, _ = weigh(dots, self.scale, self.softcap, sinks, seen[:, :, None])
-        return weights[..., :T].transpose(1, 2).masked_fill(~seen.any(-1)[:, None, :, None], 0.0)
+        weights = weights.masked_fill(~seen.any(-1)[:, :, None, None], 0.0)
+        return weights[..., :T], None if sinks is None else weights[..., T]
+
+    def _cached_probabilities(self, q: Tensor, step: Step, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """All rows of a sequence at once."""
+        cache = step.cache[self.source]
+        table, R = step.tables[cache.group].block_table.long(), cache.k.shape[2]
+        rows = q.reshape(-1, *q.shape[-2:]).float()
+        end = self.row_end(step).long()
+        begin = (step.row_pos.long() + 1 - self.window).clamp(min=0) if self.window else torch.zeros_like(end)
+        weights = rows.new_zeros(*rows.shape[:2], int(end.max()))
+        to_sinks = rows.new_zeros(rows.shape[:2])
+        for seq in range(step.n_seqs):
+            mine = (step.row_seq == seq).nonzero().flatten()
+            if not len(mine):
+                continue
+            first, last = int(begin[mine].min()), int(end[mine].max())
+            at = torch.arange(first, last, device=q.device)  # before a window pages may be gone
+            keys = cache.k[table[seq, at // R], :, at % R]  # [n, G, row]
+            seen = (at >= begin[mine, None]) & (at < end[mine, None])
+            shares, _ = weigh(cache.k_codec.dot(rows[mine], keys), self.scale, self.softcap, sinks, seen[:, None])
+            weights[mine, :, first:last] = shares[..., : len(at)]
+            if sinks is not None:
+                to_sinks[mine] = shares[..., -1]
+        lead = q.shape[:-2]
+        return weights.unflatten(0, lead), None if sinks is None else to_sinks.unflatten(0, lead)
 
     def extra_repr(self) -> str:
         parts = [f"layer={self.layer}", f"scale={self.scale:g}"]

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from dasllama_torch.config import DecoderConfig
-from dasllama_torch.errors import DasllamaError, TokenizerError, UnsupportedModel
+from dasllama_torch.errors import DasllamaError, TokenizerError
 from dasllama_torch.gguf.metadata import Metadata
 from dasllama_torch.gguf.source import TensorSource
 from dasllama_torch.modules.base import Module
 from dasllama_torch.modules.linear import Embedding, Linear, Packed
-from dasllama_torch.modules.outputs import CausalLMOutput, keep_rows, next_token_loss, selected, watched
+from dasllama_torch.modules.outputs import (
+    CausalLMOutput,
+    ModelOutput,
+    keep_rows,
+    next_token_loss,
+    selected,
+    watched,
+)
 from dasllama_torch.ops.softcap import softcap
 from dasllama_torch.step import Step
 
@@ -85,8 +92,7 @@ class CausalLM(Module):
         cache: a session, a list of B of them, or what a forward has given as `cache`; past_key_values is its older
         name. use_cache True: begin one; without, none is made, and the forward has gradients. A cache goes on with the
         tokens that are no padding, and positions count these; attention_mask may cover what is in the cache, too. What
-        sessions cannot do raises ValueError, ContextFull or OutOfPages. Attention probabilities come without a cache
-        only: UnsupportedModel.
+        sessions cannot do raises ValueError, ContextFull or OutOfPages.
 
         step: the engine's, in place of all but ids or embeddings.
         """
@@ -102,11 +108,8 @@ class CausalLM(Module):
         if step is not None:
             return CausalLMOutput(logits=self._logits(self._embedded(input_ids, inputs_embeds), step))
         if cache is not None or use_cache:
-            if output_attentions:
-                raise UnsupportedModel("output_attentions needs a forward without a cache")
-            output = self._verbs().forward(
-                self, given, attention_mask, position_ids, cache, logits_to_keep, output_hidden_states or False
-            )
+            looks = output_hidden_states or False, output_attentions or False
+            output = self._verbs().forward(self, given, attention_mask, position_ids, cache, logits_to_keep, *looks)
         else:
             x = self._embedded(input_ids, inputs_embeds)
             step = Step.padded(x.shape[0], x.shape[1], attention_mask, position_ids, x.device)
@@ -128,27 +131,30 @@ class CausalLM(Module):
         """Of embeddings [B, T, C], with what is to be seen of the way."""
         if hidden_states is False and not attentions:
             return CausalLMOutput(logits=self.compute_logits(keep_rows(self.model(x, step), logits_to_keep)))
-        with watched(self.get_decoder(), hidden_states is not False, attentions) as (states, probabilities):
+        with watched(self.get_decoder(), hidden_states is not False, attentions) as forwards:
             logits = self.compute_logits(keep_rows(self.model(x, step), logits_to_keep))
+        (seen,) = forwards
         return CausalLMOutput(
             logits=logits,
-            hidden_states=None if hidden_states is False else selected(tuple(states), hidden_states),
-            attentions=tuple(probabilities) if attentions else None,
+            hidden_states=None if hidden_states is False else selected(tuple(seen.states), hidden_states),
+            attentions=tuple(seen.probabilities) if attentions else None,
         )
 
-    def generate(self, inputs: Tensor | None = None, **how) -> Tensor:
+    def generate(self, inputs: Tensor | None = None, **how) -> Tensor | ModelOutput:
         """Ids int64 [B * num_return_sequences, T + new] that begin with `inputs`, ids [B, T], as in transformers.
 
-        how: input_ids in the place of inputs, attention_mask [B, T], generation_config (transformers' or a dict),
-        streamer, logits_processor and stopping_criteria (lists), max_new_tokens (20) or max_length, do_sample,
-        temperature, top_k (50), top_p, min_p, repetition_penalty, num_return_sequences, eos_token_id, pad_token_id; and
-        kv_dtype as in `create_session`, f32 in `fp32` mode. What is not given is as the model's
-        generation_config says. Any other is refused by name.
+        how: input_ids in the place of inputs; inputs_embeds f32 [B, T, C], behind which only new ids are returned
+        unless ids are given, too; attention_mask [B, T], generation_config (transformers' or a dict), streamer,
+        logits_processor and stopping_criteria (lists), max_new_tokens (20) or max_length, do_sample, temperature, top_k
+        (50), top_p, min_p, repetition_penalty, num_beams with length_penalty and early_stopping, num_return_sequences,
+        eos_token_id, pad_token_id; and kv_dtype as in `create_session`, f32 in `fp32` mode. return_dict_in_generate
+        gives a `hf.steps.GenerateOutput`, with output_scores, output_logits, output_hidden_states, output_attentions as
+        they are asked for. What is not given is as the model's generation_config says. Any other is refused by name.
 
         Ends are those of the vocabulary (`tokenizer.eog_ids`) unless eos_token_id says otherwise; a row that has ended
         is filled up with padding. Padding is neither evaluated nor penalized: a row gets what it would have got alone.
-        Draws come from torch's generator, but are others than transformers'. Hooks work in each step, where the rows of
-        all prompts or tokens stand one behind the other, [1, rows, C].
+        Draws come from torch's generator; those of beams are transformers', others are not. Hooks work in each step,
+        where the rows of all prompts or tokens stand one behind the other, [1, rows, C].
         Raises TypeError or UnsupportedModel for a setting that is not known or not implemented, ValueError for one
         outside its range, OutOfPages.
         """

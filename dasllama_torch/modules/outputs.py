@@ -3,31 +3,21 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dasllama_torch.modules.attention import PagedAttention
+from dasllama_torch.step import Step
 
 
-@dataclass
-class CausalLMOutput:
-    """Read as transformers' `ModelOutput`: `out.logits`, `out["logits"]`, or as the tuple of what is there, `out[0]`.
+class ModelOutput:
+    """Base of dataclasses that read as transformers' `ModelOutput`: `out.logits`, `out["logits"]`, or as the tuple of
+    what is there, `out[0]`. `past_key_values` is the older name of a field `cache`."""
 
-    loss: f32 [], the mean over the tokens that `labels` has; None without labels.
-    logits: f32 [B, T, V], or [B, n, V] where only some rows were asked for.
-    cache: what goes on from here, see `forward`; `past_key_values` is its older name.
-    hidden_states: L + 1 of [B, T, C]: the first layer's input, and each layer's output, but in the last place what the
-    final norm makes of it. attentions: of each layer with attention, probabilities [B, H, T, T].
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    cache: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    cache: Any
 
     @property
     def past_key_values(self) -> Any:
@@ -67,44 +57,79 @@ class CausalLMOutput:
         return len(self.keys())
 
 
+@dataclass
+class CausalLMOutput(ModelOutput):
+    """loss: f32 [], the mean over the tokens that `labels` has; None without labels.
+    logits: f32 [B, T, V], or [B, n, V] where only some rows were asked for.
+    cache: what goes on from here, see `forward`.
+    hidden_states: L + 1 of [B, T, C]: the first layer's input, and each layer's output, but in the last place what the
+    final norm makes of it. attentions: of each layer with attention, probabilities [B, H, T, S] over S positions, T
+    without a cache, see `hf.cache.forward` with one.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class Seen:
+    """Of one forward. states: the first layer's input and each layer's output, [B, T, C], the final norm's in place of
+    the last. probabilities: of each attention, in order, [B, H, T, S]."""
+
+    step: Step
+    states: list[Tensor] = field(default_factory=list)
+    probabilities: list[Tensor] = field(default_factory=list)
+
+
 @contextlib.contextmanager
-def watched(decoder: nn.Module, hidden_states: bool, attentions: bool) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Context: what each layer of the decoder gives, with the first one's input before it, and the probabilities of
-    each attention, are appended to the two lists that this yields, where they are wanted.
+def watched(decoder: nn.Module, hidden_states: bool, attentions: bool) -> Iterator[list[Seen]]:
+    """Context: each forward of the decoder appends what is wanted of it to the list that this yields.
 
     By hooks, so that what other hooks have put in the place of a tensor is what shows. Forwards of other threads do not
-    show. The last layer's output is replaced by the final norm's.
+    show.
     """
-    states: list[Tensor] = []
-    probabilities: list[Tensor] = []
+    seen: list[Seen] = []
     thread = threading.get_ident()
+
+    def begin(module, args):
+        if threading.get_ident() == thread:
+            _, step = args
+            seen.append(Seen(step))
 
     def keep_state(module, args, output):
         if threading.get_ident() == thread:
             if module is decoder.layers[0]:
-                states.append(args[0])
-            states.append(output)
+                seen[-1].states.append(args[0])
+            seen[-1].states.append(output)
 
     def keep_normed(module, args, output):
         if threading.get_ident() == thread:
-            states[-1] = output
+            seen[-1].states[-1] = output
 
     def keep_probabilities(module, args, output):
         if threading.get_ident() == thread:
-            probabilities.append(module.probabilities(*args))
+            weights, _ = module.probabilities(*args)
+            seen[-1].probabilities.append(weights.transpose(1, 2))
 
-    hooks = []
+    hooks = [decoder.register_forward_pre_hook(begin)]
     if hidden_states:
         hooks += [layer.register_forward_hook(keep_state) for layer in decoder.layers]
         hooks.append(decoder.norm.register_forward_hook(keep_normed))
     if attentions:
-        layers = [module for module in decoder.modules() if isinstance(module, PagedAttention)]
-        hooks += [layer.register_forward_hook(keep_probabilities) for layer in layers]
+        hooks += [layer.register_forward_hook(keep_probabilities) for layer in attentions_of(decoder)]
     try:
-        yield states, probabilities
+        yield seen
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def attentions_of(decoder: nn.Module) -> list[PagedAttention]:
+    """Those of all layers that have attention, in order."""
+    return [module for module in decoder.modules() if isinstance(module, PagedAttention)]
 
 
 def keep_rows(hidden: Tensor, rows: int | Tensor) -> Tensor:

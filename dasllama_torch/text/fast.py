@@ -6,6 +6,7 @@ the library has to put one of them first.
 """
 
 import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -48,7 +49,7 @@ def _merge_list(vocab: Vocabulary, ids: dict[str, int]) -> Tokenizer:
 
 def _sentencepiece(vocab: Vocabulary, ids: dict[str, int]) -> Tokenizer:
     unknown = None if vocab.unk_id is None else vocab.tokens[vocab.unk_id]
-    merges = _merges(vocab, ids)
+    merges = _Merges(vocab, ids)
     tokenizer = Tokenizer(models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     steps = [normalizers.Prepend(SPACE)] if vocab.add_space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
@@ -56,17 +57,38 @@ def _sentencepiece(vocab: Vocabulary, ids: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(vocab: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs that make a piece of the vocabulary, best score first."""
-    text_types = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-    pieces = {text: i for text, i in ids.items() if text and vocab.types[i] in text_types}
-    order = sorted(pieces, key=lambda text: (-vocab.scores[pieces[text]], pieces[text]))
-    return [
-        (text[:at], text[at:])
-        for text in order
-        for at in range(1, len(text))
-        if text[:at] in pieces and text[at:] in pieces
-    ]
+class _Merges(Sequence):
+    """The pairs that make a piece of the vocabulary, best score first. They are made while they are handed over: half a
+    million tuples at once would keep the garbage collector busy."""
+
+    def __init__(self, vocab: Vocabulary, ids: dict[str, int]):
+        texts, numbers = [text for text in ids if text], np.array([i for text, i in ids.items() if text], np.int64)
+        text_types = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+        order = np.lexsort([numbers, -vocab.scores[numbers]])
+        chosen = order[np.isin(vocab.types[numbers[order]], text_types)].tolist()
+        ranks = {texts[at]: rank for rank, at in enumerate(chosen)}
+        self._lefts, self._rights, made = [], [], []
+        begins: list[str] = []  # the pieces that a text begins with, shortest first: in this order it follows them
+        for text in sorted(ranks):
+            while begins and not text.startswith(begins[-1]):
+                begins.pop()
+            for left in begins:
+                if (right := text[len(left) :]) in ranks:
+                    self._lefts.append(left)
+                    self._rights.append(right)
+                    made.append(ranks[text])
+            begins.append(text)
+        self._order = np.argsort(made, kind="stable").tolist()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        at = self._order[index]
+        return self._lefts[at], self._rights[at]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return ((self._lefts[at], self._rights[at]) for at in self._order)
 
 
 def _spelled_spaces(strip: bool) -> decoders.Decoder:
