@@ -76,23 +76,20 @@ def fp32(path_and_golden):
     return dl.load_model(path_and_golden[0], mode="fp32"), path_and_golden[1]
 
 
-def logprobs_behind(model, ids, forced=()):
-    """f64 [1 + len(forced), V]: behind ids, and behind each of the tokens that are forced to follow."""
-    with dl.create_session(model, kv_dtype="f32", n_ctx=1024) as session:
-        rows = session.eval(ids)[None]
-        if forced:
-            rows = torch.cat([rows, session.eval(forced, logits="all")])
-    return rows.double().log_softmax(-1)
+def logprobs_behind(model, texts, forced):
+    """f64 [1 + tokens forced, V] for each text: behind it, and behind each of the tokens that are forced to follow."""
+    sessions = [dl.create_session(model, kv_dtype="f32", n_ctx=1024) for _ in texts]
+    first, rest = dl.eval_batch(sessions, texts), dl.eval_batch(sessions, forced, logits="all")
+    return [torch.cat([row[None], rows]).double().log_softmax(-1) for row, rows in zip(first, rest, strict=True)]
 
 
 def nll(model, ids, kv_dtype):
-    """f64 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
+    """f32 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
     found = []
     with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        for i in range(0, len(ids), 128):
-            logprobs = session.eval(ids[i : i + 128], logits="all").double().log_softmax(-1)
-            following = torch.tensor(ids[i + 1 : i + 129])
-            found.append(-logprobs[torch.arange(len(following)), following])
+        for i in range(0, len(ids), 256):
+            rows, following = session.eval(ids[i : i + 256], logits="all"), torch.tensor(ids[i + 1 : i + 257])
+            found.append(torch.nn.functional.cross_entropy(rows[: len(following)], following, reduction="none"))
     return torch.cat(found).numpy()
 
 
@@ -115,7 +112,7 @@ def test_natural_text(native, kv_dtype):
 
 @pytest.mark.parametrize("fixture", ["demo_model", "gemma_model"])
 def test_longer_natural_text(request, fixture):
-    """Long enough for the bound itself; `test_dequantized_logprobs` ties fp32 mode to transformers."""
+    """Long enough for the bound itself; `test_dequantized` ties fp32 mode to transformers."""
     path, root = request.getfixturevalue(fixture), Path(__file__).parent.parent
     model, exact = dl.load_model(path), dl.load_model(path, mode="fp32")
     names = ("benchmarks/passage.txt", "README.md", "CONTRIBUTING.md")
@@ -145,36 +142,30 @@ def test_codecs_of_keys_and_values(request, fixture):
 def test_teacher_forced(native):
     model, golden = native
     differences = []
-    for name, prompt in golden.prompts.items():
-        forced = prompt["kv32"]["greedy"]
+    forced = [prompt["kv32"]["greedy"] for prompt in golden.prompts.values()]
+    found = logprobs_behind(model, [p["ids"] for p in golden.prompts.values()], [tokens[:-1] for tokens in forced])
+    for name, tokens, logprobs in zip(golden.prompts, forced, found, strict=True):
         margins = golden.data[f"{name}_margin_kv32"]
         top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_kv32"]).long()
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_kv32"])
-        logprobs = logprobs_behind(model, prompt["ids"], forced[:-1])
-        for step, token in enumerate(forced):
+        for step, token in enumerate(tokens):
             if margins[step] > REAL_TOP1_MARGIN:
                 assert logprobs[step].argmax() == token, f"{name}, step {step}, margin {margins[step]:.2f}"
         differences.append((logprobs.gather(1, top_ids) - wanted).abs())
     assert torch.cat(differences).mean() <= max(REAL_LOGPROB, REAL_LOGPROB_PEER * golden.peer_difference())
 
 
-def test_dequantized_greedy(fp32):
+def test_dequantized(fp32):
+    """Transformers' greedy ids, and of its first step the stored top-10: far tighter than ids."""
     model, golden = fp32
-    for name, prompt in golden.prompts.items():
+    greedy = [prompt["hf_dequant_fp32"]["greedy"] for prompt in golden.prompts.values()]
+    found = logprobs_behind(model, [p["ids"] for p in golden.prompts.values()], [tokens[:-1] for tokens in greedy])
+    for name, tokens, logprobs in zip(golden.prompts, greedy, found, strict=True):
         margins = golden.data[f"{name}_margin_hf"]
-        greedy = prompt["hf_dequant_fp32"]["greedy"]
-        best = logprobs_behind(model, prompt["ids"], greedy[:-1]).argmax(-1)
-        for step, wanted in enumerate(greedy):
+        for step, (best, wanted) in enumerate(zip(logprobs.argmax(-1), tokens, strict=True)):
             if margins[step] <= REAL_GREEDY_MARGIN:
                 break
-            assert best[step] == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
-
-
-def test_dequantized_logprobs(fp32):
-    """The stored top-10 of transformers' own first step: far tighter than greedy ids."""
-    model, golden = fp32
-    for name, prompt in golden.prompts.items():
-        (logprobs,) = logprobs_behind(model, prompt["ids"])
+            assert best == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
         wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
-        found = logprobs[torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()]
-        assert (found - wanted).abs().max() <= REAL_LOGPROBS_FP32
+        top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()
+        assert (logprobs[0, top_ids] - wanted).abs().max() <= REAL_LOGPROBS_FP32

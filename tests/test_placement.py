@@ -14,7 +14,7 @@ from dasllama_torch import device_memory
 from dasllama_torch.engine import gpu_tier, graphs
 from dasllama_torch.engine.placement import Placed, Placement, Sizes, layer_devices, plan, sizes_of
 from dasllama_torch.ops import report, reset_report
-from dasllama_torch.ops.halves import half_of
+from dasllama_torch.ops.halves import half_of, multiplied_in
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)
 SIZES = Sizes(head=10, layers=(20, 20, 30), experts=(0, 100, 100), rest=50)
@@ -319,3 +319,12 @@ def test_the_16_bit_float_is_the_models(dtype, wanted, oracle):
     assert wanted in {half for name, half in heard}
     assert half_of(torch.zeros(1)) == torch.bfloat16
     assert half_of(torch.zeros(1).half()) == torch.float16
+
+
+def test_only_bf16_products_are_traced(monkeypatch):
+    """What is traced runs outside of the context that says otherwise."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with multiplied_in(torch.bfloat16):
+        pass
+    with pytest.raises(RuntimeError, match="products in torch.bfloat16 only, found torch.float16"):
+        multiplied_in(torch.float16).__enter__()

@@ -27,7 +27,7 @@ def command(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file too.")] = None,
 ) -> None:
-    """Measure tokens per second: of a prompt (pp) and of generation (tg)."""
+    """Measure tokens per second. Those of a prompt are called pp, those of generation tg."""
     start_torch(threads)
     import torch
 

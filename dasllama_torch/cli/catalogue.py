@@ -4,7 +4,7 @@ from .output import megabytes
 
 
 def command() -> None:
-    """Print the catalogue: names, sizes, licences, and the files of the models that were pulled."""
+    """Print the catalogue of models. It has names, sizes, licences, and the files of those that were pulled."""
     from dasllama_torch import hub
 
     for model in hub.CATALOGUE:

@@ -29,7 +29,7 @@ def command(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare what every module of two models gives, and their logits. Exit code 1: a module is over the tolerance.
+    """Compare two models, module by module. Exit code 1: one gives something else, beyond the tolerance.
 
     Both run in f32 by default, so that only weights and formulas tell them apart; other modes add their rounding.
     """

@@ -32,7 +32,7 @@ def command(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how well a model predicts a text: perplexity, with its confidence interval."""
+    """Measure how well a model predicts a text. The result is a perplexity with its confidence interval."""
     start_torch(threads)
     import dasllama_torch as dl
 

@@ -16,7 +16,7 @@ LONG_ARRAY = 16  # elements; longer arrays of the metadata are shown by their ty
 
 
 def command(model: ModelArgument, as_json: JsonOption = False) -> None:
-    """Print what a GGUF file holds: architecture, hyper-parameters, vocabulary, tensors, chat templates.
+    """Print what a GGUF file holds. That is architecture, hyper-parameters, vocabulary, tensors and chat templates.
 
     Any readable file will do, whether its architecture is implemented or not.
     """
