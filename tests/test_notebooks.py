@@ -13,7 +13,7 @@ def client(tmp_path_factory):
     from nbclient import NotebookClient
 
     resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebooks"))}}
-    client = NotebookClient(nbformat.v4.new_notebook(), timeout=120, resources=resources)
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=600, resources=resources)
     with client.setup_kernel():
         yield client
 

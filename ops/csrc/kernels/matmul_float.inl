@@ -2,8 +2,10 @@
 // as they are read, or any other type dequantized to f32 first.
 //
 // Order of the sum, the same for every M, tile, thread and instruction set: lane k % 16 folds its products in ascending k
-// with fused multiply-adds from zero, a last group of fewer than 16 is filled up with zeros, and the 16 lanes end in
-// lanes.h's tree. So lanes may be parked in memory between blocks of k, and neighbours never matter.
+// with fused multiply-adds from zero, kRun values of k at a time, and adds up what these runs give; a last group of fewer
+// than 16 is filled up with zeros and is a run of its own, and the 16 lanes end in lanes.h's tree. Runs keep a product
+// that is far larger than the others, as published models have them, from being rounded with each of thousands behind it.
+// Lanes may be parked in memory between blocks of k, and neighbours never matter.
 //
 // Blocking: kStrip weight rows by kDepth columns are dequantized once and stay in L2 while the rows of x pass by; the
 // register tile is kTileM rows of x by kTileN rows of w. Up to kTileM rows of x read the file's floats themselves.
@@ -19,6 +21,7 @@ constexpr int kTileM = 2, kTileN = 2, kStreamN = 2;
 #endif
 constexpr int64_t kStrip = 48;        // rows of w in scratch
 constexpr int64_t kDepth = 1024;      // columns of w in scratch; a multiple of every type's block
+constexpr int64_t kRun = 512;         // divides kDepth
 constexpr int64_t kScratchStride = kDepth + 16;  // not a power of two, or the rows would share cache sets
 constexpr int64_t kParkedRows = 512;  // rows of x whose lanes may be parked
 constexpr int64_t kAhead = 8192;      // bytes: rows of a small model are too short for the processor's own prefetch
@@ -57,34 +60,37 @@ struct FloatPiece {
   int64_t m;
 };
 
-// Sixteen lanes for each of MR x NR outputs over `depth` values of k, a multiple of 16; lanes[(m * lanes_stride + n) * 16]
-// is read unless `first`, and written.
+// Sixteen lanes for each of MR x NR outputs over `depth` values of k, a multiple of 16 that begins a run; they are added to
+// lanes[(m * lanes_stride + n) * 16], which is zero if `first`.
 template <int MR, int NR, class W>
 static DASLLAMA_INLINE void float_tile(const float* x, int64_t x_stride, const W* const* w, int64_t depth, bool first,
                                        float* lanes, int64_t lanes_stride) {
-  f32x16 sum[MR][NR];
+  int64_t k = 0;
+  do {
+    f32x16 sum[MR][NR] = {};
+    for (const int64_t end = std::min(depth, k + kRun); k < end; k += 16) {
+      f32x16 b[NR];
 #pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
+      for (int n = 0; n < NR; n++) {
+        b[n] = load16(w[n] + k);
+        if (MR == 1 || sizeof(W) == 2) __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + kAhead);
+      }
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) sum[m][n] = first ? f32x16{} : load16(lanes + (m * lanes_stride + n) * 16);
-  for (int64_t k = 0; k < depth; k += 16) {
-    f32x16 b[NR];
+      for (int m = 0; m < MR; m++) {
+        const f32x16 a = load16(x + m * x_stride + k);
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) {
-      b[n] = load16(w[n] + k);
-      if (MR == 1 || sizeof(W) == 2) __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + kAhead);
+        for (int n = 0; n < NR; n++) sum[m][n] = fma(a, b[n], sum[m][n]);
+      }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-      const f32x16 a = load16(x + m * x_stride + k);
+    for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
-      for (int n = 0; n < NR; n++) sum[m][n] = fma(a, b[n], sum[m][n]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 8
-    for (int n = 0; n < NR; n++) store16(lanes + (m * lanes_stride + n) * 16, sum[m][n]);
+      for (int n = 0; n < NR; n++) {
+        float* to = lanes + (m * lanes_stride + n) * 16;
+        store16(to, first ? sum[m][n] : load16(to) + sum[m][n]);
+      }
+    first = false;
+  } while (k < depth);
 }
 
 // The last `rest` < 16 values of k, filled up with zeros.
