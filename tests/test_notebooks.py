@@ -1,5 +1,7 @@
 """The notebooks run, as they stand in the repository: without outputs, which a run makes."""
 
+import os
+
 import pytest
 from conftest import ROOT
 
@@ -8,13 +10,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    """A kernel for all of them, as torch and matplotlib take it seconds to import."""
+    """A kernel for all of them, as torch and matplotlib take it seconds to import. It has one thread: of two, one would
+    spin for the core that the tests beside it have."""
     import nbformat
     from nbclient import NotebookClient
 
     resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebooks"))}}
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=600, resources=resources)
-    with client.setup_kernel():
+    with client.setup_kernel(env=os.environ | {"OMP_NUM_THREADS": "1"}):
         yield client
 
 
