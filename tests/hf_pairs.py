@@ -6,6 +6,7 @@ The weights go from our modules to those of the same path, so paths, row orders 
 import json
 from typing import NamedTuple
 
+import pytest
 import torch
 from families import TINY
 from test_module_paths import hf_model
@@ -34,6 +35,26 @@ def live_pair(oracle, name: str) -> Pair:
     _, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
     return Pair(model, hf)
+
+
+def each_of(names):
+    """A fixture of a module: both models of each of these families, and its name."""
+
+    @pytest.fixture(scope="module", params=names)
+    def pair(request, oracle):
+        return *live_pair(oracle, request.param), request.param
+
+    return pair
+
+
+def pair_of(name: str):
+    """A fixture of a module: both models of one family."""
+
+    @pytest.fixture(scope="module")
+    def pair(oracle):
+        return live_pair(oracle, name)
+
+    return pair
 
 
 def hf_weights(model, plus_one=False, interleaved=False):

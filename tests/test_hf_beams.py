@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_pairs import live_pair
+from hf_pairs import live_pair, pair_of
 from test_hf_generate import CASES, HOW, prompts
 from tolerances import FP32_LOGITS
 
@@ -17,9 +17,7 @@ def pair(request, oracle):
     return live_pair(oracle, request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(oracle):
-    return live_pair(oracle, "llama")
+llama = pair_of("llama")
 
 
 def ends_of(model, x, mask, n=2):

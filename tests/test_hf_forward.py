@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import TINY
-from hf_pairs import CASES, live_pair
+from hf_pairs import CASES, each_of, live_pair, pair_of
 from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
@@ -11,14 +11,7 @@ import dasllama_torch as dl
 M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 
 
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, oracle):
-    return *live_pair(oracle, request.param), request.param
-
-
-@pytest.fixture(scope="module")
-def llama(oracle):
-    return live_pair(oracle, "llama")
+pair, llama = each_of(CASES), pair_of("llama")
 
 
 def ids(batch, length, seed=0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from families import TINY
-from hf_pairs import live_pair
+from hf_pairs import each_of, pair_of
 from tolerances import GREEDY_MARGIN
 
 import dasllama_torch as dl
@@ -16,14 +16,7 @@ from dasllama_torch.sampling import candidates, penalize
 CASES = ("llama", "qwen3moe", "qwen3vl", "phi3", "gpt-oss", "gemma3", "gemma4_e", "qwen35")
 
 
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, oracle):
-    return *live_pair(oracle, request.param), request.param
-
-
-@pytest.fixture(scope="module")
-def llama(oracle):
-    return live_pair(oracle, "llama")
+pair, llama = each_of(CASES), pair_of("llama")
 
 
 def prompts():

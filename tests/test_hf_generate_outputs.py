@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from families import TINY
-from hf_pairs import live_pair
+from hf_pairs import each_of, pair_of
 from test_hf_generate import CASES, HOW, prompts
 from tolerances import FP32_LOGITS
 
@@ -20,14 +20,7 @@ ALL = dict(
 )
 
 
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, oracle):
-    return *live_pair(oracle, request.param), request.param
-
-
-@pytest.fixture(scope="module")
-def llama(oracle):
-    return live_pair(oracle, "llama")
+pair, llama = each_of(CASES), pair_of("llama")
 
 
 def assert_close(found, wanted, times=1):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from exact import called, distances, in_double, outputs, paths_of
 from families import TINY
-from hf_pairs import CASES, hf_weights, live_pair
+from hf_pairs import CASES, each_of, hf_weights
 from test_module_paths import hf_model
 from tolerances import DELTA_NORM, FP32_LOGITS, GRADIENT
 
@@ -23,9 +23,7 @@ from dasllama_torch.gguf.source import GGUFSource
 M_ROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 
 
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, oracle):
-    return *live_pair(oracle, request.param), request.param
+pair = each_of(CASES)
 
 
 def assert_close(found, wanted, tolerance=FP32_LOGITS):

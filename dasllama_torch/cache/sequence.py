@@ -47,6 +47,7 @@ class Sequence:
 
     def has(self, n: int) -> bool:
         """Whether it holds, and alone, what the next n positions need: `grow` would take nothing."""
+        # Asked before every step of a stream: it needs no sum, so it is no call of `_bytes_to`.
         pool, stop, begun = self.pool, self.pool.blocks(self.length + n), self.length % self.pool.page_rows
         for group, table in zip(pool.groups, self.tables, strict=True):
             if len(table) < stop or (begun and not group.pages.is_alone(table[-1])):
