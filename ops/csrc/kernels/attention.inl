@@ -95,13 +95,15 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     if (!seen) continue;
 
     const Block k = a.k.packed() ? all_keys.fetch_packed(start, seen, keys) : all_keys.fetch(start, seen, vectors, keys);
-    all_values.ask_for(start, end, vectors);
-    if (a.k.packed())
+    const Ahead then = all_values.ahead(start, end, vectors);
+    if (a.k.packed()) {
+      then.with_keys(0, kKeys);
       score_codes(a, query_codes(q, vectors, D), k, ranges, vectors, scores);
-    else if (k.in_place && a.k.codec == kv::F16)
-      score_floats(q, static_cast<const f16*>(k.data), k.stride / 2, D, ranges, vectors, scores);
-    else
-      score_floats(q, static_cast<const float*>(k.data), k.stride / 4, D, ranges, vectors, scores);
+    } else if (k.in_place && a.k.codec == kv::F16) {
+      score_floats(q, static_cast<const f16*>(k.data), k.stride / 2, D, ranges, vectors, scores, then);
+    } else {
+      score_floats(q, static_cast<const float*>(k.data), k.stride / 4, D, ranges, vectors, scores, then);
+    }
 
     for (int64_t i = 0; i < vectors; i++) {
       if (ranges[i].empty()) continue;
@@ -111,14 +113,14 @@ static void attention_split(const AttentionArgs& a, AttentionTile tile, int64_t 
     }
 
     const Block v = all_values.fetch(start, seen, vectors, values);
-    all_keys.ask_for(start + kKeys, end, vectors);
+    const Ahead later = all_keys.ahead(start + kKeys, end, vectors);
     if (a.v.packed()) {
       value_scales(all_values, start, seen, value_d);
-      weigh_codes(scores, v, a.v, value_d, ranges, vectors, s.acc, scaled);
+      weigh_codes(scores, v, a.v, value_d, ranges, vectors, s.acc, scaled, later);
     } else if (v.in_place && a.v.codec == kv::F16) {
-      weigh_floats(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
+      weigh_floats(scores, static_cast<const f16*>(v.data), v.stride, Dv, ranges, vectors, s.acc, later);
     } else {
-      weigh_floats(scores, static_cast<const float*>(v.data), v.stride, Dv, ranges, vectors, s.acc);
+      weigh_floats(scores, static_cast<const float*>(v.data), v.stride, Dv, ranges, vectors, s.acc, later);
     }
   }
 }

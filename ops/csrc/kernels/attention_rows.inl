@@ -54,6 +54,23 @@ struct Block {
   bool in_place;
 };
 
+// The block that is read after the present one. It is asked for bit by bit, in its order, while that one is multiplied:
+// requests for all of it at once would be answered one after the other, with nothing else done meanwhile.
+struct Ahead {
+  const char* rows;
+  int64_t each;  // bytes to ask for with each key; none: 0
+
+  DASLLAMA_INLINE void with_keys(int begin, int end) const {
+    if (each)
+      for (int64_t i = (begin * each + 63) & -64; i < end * each; i += 64) __builtin_prefetch(rows + i);
+  }
+
+  // The share of a pass over the keys that takes columns [first, first + n) of D.
+  Ahead share(int64_t first, int64_t n, int64_t D) const {
+    return {rows + kKeys * each * first / D, each * n / D};
+  }
+};
+
 // The cache of one kv head of a sequence, keys or values.
 struct Rows {
   const KVCache& cache;
@@ -100,12 +117,10 @@ struct Rows {
     return {scratch, cache.row_bytes, true};
   }
 
-  // Asks the memory for positions [start, end) of a block, if a single tile is to read them as they lie: in decode each is
-  // read once, from far away. More tiles have other work meanwhile.
-  void ask_for(int64_t start, int64_t end, int64_t vectors) const {
-    if (start >= end || vectors > kMostSums || !serve(vectors) || pages[start / cache.R] < 0) return;
-    const int64_t n = end - start < kKeys ? end - start : kKeys;
-    const char* rows = at(start);
-    for (int64_t i = 0; i < n * cache.row_bytes; i += 64) __builtin_prefetch(rows + i);
+  // The block of positions [start, end) if a single tile is to read it as it lies: in decode each key is read once, from
+  // far away. More tiles have other work meanwhile.
+  Ahead ahead(int64_t start, int64_t end, int64_t vectors) const {
+    if (start >= end || vectors > kMostSums || !serve(vectors) || pages[start / cache.R] < 0) return {nullptr, 0};
+    return {at(start), cache.row_bytes};
   }
 };

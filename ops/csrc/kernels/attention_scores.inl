@@ -51,7 +51,7 @@ DASLLAMA_INLINE void dots(const float* q, const T* k, int64_t stride, int64_t D,
 
 template <class T>
 static void score_floats(const float* q, const T* k, int64_t stride, int64_t D, const Range* ranges, int64_t vectors,
-                        float* scores) {
+                         float* scores, Ahead ahead) {
   // Keys that all tiles visit before the next ones: 16 kB of them stay in the first-level cache.
   const int step = D >= 1024 ? 4 : static_cast<int>(4096 / D & ~3);
   for (int first = 0; first < kKeys; first += step)
@@ -61,8 +61,10 @@ static void score_floats(const float* q, const T* k, int64_t stride, int64_t D, 
       const int begin = all.begin > first ? all.begin : first, end = all.end < first + step ? all.end : first + step;
       with_rows<kMostScores>(n, [&](auto rows) {
         constexpr int Q = rows, K = Q == 4 && !kManyRegisters ? 2 : 4;
-        for (int j = begin & -K; j < end; j += K)
+        for (int j = begin & -K; j < end; j += K) {
+          ahead.with_keys(j, j + K);
           dots<Q, K>(q + i * D, k + j * stride, stride, D, scores + i * kKeys + j);
+        }
       });
       i += n;
     }

@@ -17,13 +17,14 @@ DASLLAMA_INLINE void with_rows(int64_t n, const F& f) {
 // acc of Q vectors += weights of `keys` times columns [0, 16 * S) of their values, key by key; stride: bytes.
 template <int Q, int S, class T>
 DASLLAMA_INLINE void weigh(const float* weights, const T* v, int64_t stride, Range keys, float* acc,
-                           int64_t acc_stride) {
+                           int64_t acc_stride, Ahead ahead) {
   f32x16 sums[Q][S];
 #pragma GCC unroll 6
   for (int i = 0; i < Q; i++)
 #pragma GCC unroll 4
     for (int c = 0; c < S; c++) sums[i][c] = load16(acc + i * acc_stride + 16 * c);
   for (int j = keys.begin; j < keys.end; j++) {
+    ahead.with_keys(j, j + 1);
     f32x16 values[S];
     take(reinterpret_cast<const T*>(reinterpret_cast<const char*>(v) + j * stride), values);
 #pragma GCC unroll 6
@@ -66,15 +67,15 @@ DASLLAMA_INLINE void by_tiles(const Range* ranges, int64_t vectors, const Add& a
 // Columns [0, D) of floats.
 template <class T>
 static void weigh_floats(const float* weights, const T* v, int64_t stride, int64_t D, const Range* ranges,
-                         int64_t vectors, float* acc) {
+                         int64_t vectors, float* acc, Ahead ahead) {
   for (int64_t first = 0; first < D; first += kColumns) {
     const int64_t end = first + kColumns < D ? first + kColumns : D;
     by_tiles<kSumRows, kMostSums>(ranges, vectors, [&](auto rows, int64_t r, Range keys) {
       constexpr int Q = rows, S = kWidth == 16 ? 4 : kWidth == 4 || Q == 4 ? 1 : 2;
       int64_t d = first;
       for (; d + 16 * S <= end; d += 16 * S)
-        weigh<Q, S>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D);
-      for (; d < end; d += 16) weigh<Q, 1>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D);
+        weigh<Q, S>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D, ahead.share(d, 16 * S, D));
+      for (; d < end; d += 16) weigh<Q, 1>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D, ahead.share(d, 16, D));
     });
   }
 }
@@ -93,22 +94,23 @@ static void value_scales(const Rows& values, int64_t start, uint64_t seen, float
 
 // All columns of a block of values of which v holds the codes. scaled: memory for a row of weights for each vector.
 static void weigh_codes(const float* weights, const Block& v, const KVCache& cache, const float* scales,
-                        const Range* ranges, int64_t vectors, float* acc, float* scaled) {
+                        const Range* ranges, int64_t vectors, float* acc, float* scaled, Ahead ahead) {
   const int64_t D = cache.width, bytes = kv::codecs[cache.codec].bytes;
   for (int64_t b = 0; b < D / 32; b++, scales += kKeys) {
     for (int64_t i = 0; i < vectors; i++)
       for (int j = 0; j < kKeys; j += 16)
         store16(scaled + i * kKeys + j, load16(weights + i * kKeys + j) * load16(scales + j));
     const char* packed = static_cast<const char*>(v.data) + b * bytes + 2;
+    const Ahead next = ahead.share(32 * b, 32, D), first = next.share(0, 1, 2), second = next.share(1, 1, 2);
     by_tiles<kCodeRows, kMostCodes>(ranges, vectors, [&](auto rows, int64_t r, Range keys) {
       const auto add = [&](const auto* block) {
         const float* w = scaled + r * kKeys;
         float* to = acc + r * D + 32 * b;
         if constexpr (rows <= kCodeRows) {
-          weigh<rows, 2>(w, block, v.stride, keys, to, D);
+          weigh<rows, 2>(w, block, v.stride, keys, to, D, next);
         } else {
-          weigh<rows, 1>(w, half_of<0>(block), v.stride, keys, to, D);
-          weigh<rows, 1>(w, half_of<1>(block), v.stride, keys, to + 16, D);
+          weigh<rows, 1>(w, half_of<0>(block), v.stride, keys, to, D, first);
+          weigh<rows, 1>(w, half_of<1>(block), v.stride, keys, to + 16, D, second);
         }
       };
       if (!v.in_place)

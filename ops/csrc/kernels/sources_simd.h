@@ -14,14 +14,14 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
-constexpr int64_t kAhead = 8 << 10, kFar = 128 << 10;  // bytes: how much to have under way, and what caches surely keep
+constexpr int64_t kNear = 24 << 10, kFar = 128 << 10;  // bytes: what first-level and second-level caches surely keep
 
 struct Strip {
   const uint8_t* row[kLanes];
   Offsets offset;  // of each row from the first
-  int64_t ahead;   // from what is read now to what to ask the memory for: the processor's own prefetch ends at each page
+  int64_t row_bytes, ahead, along;  // from what is read to what to ask the memory for
 
-  Strip(const uint8_t* w, int64_t row_bytes, int64_t first, int64_t N) {
+  Strip(const uint8_t* w, int64_t row_bytes, int64_t first, int64_t N) : row_bytes(row_bytes) {
     alignas(64) int32_t offsets[kLanes];
     for (int r = 0; r < kLanes; r++) {
       const int64_t n = first + r < N ? first + r : N - 1;
@@ -29,15 +29,19 @@ struct Strip {
       offsets[r] = static_cast<int32_t>((n - first) * row_bytes);
     }
     offset = load_offsets(offsets);
-    // Short rows end soon, and those below are being read already: ask for a strip below, or further on in long rows.
+    // The strip below follows this one in memory. Asked for from its first byte to its last, however the rows of this
+    // one are read, it is a single stream to the processor's own prefetch, which kLanes short rows never wake; but it
+    // must stay near until then. Of long rows, each is a stream, further on in itself or below.
     const int64_t strip = row_bytes * kLanes;
-    ahead = strip > kFar ? kFar / kLanes : strip < kAhead ? 2 * strip : strip;
+    along = strip <= kNear ? kLanes : 1;
+    ahead = strip <= kFar ? strip : kFar / kLanes;
   }
 
-  // Asks for `bytes` bytes that row r will want after those at `at`.
+  // Asks for as many bytes of what will be wanted as are read now, `bytes` of row r at `at`.
   DASLLAMA_INLINE void prefetch(int r, int64_t at, int bytes) const {
+    const uint8_t* from = row[0] + ahead + along * at + r * (along > 1 ? bytes : row_bytes);
 #pragma GCC unroll 8
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row[r] + at + ahead + i);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
   }
 };
 
