@@ -139,8 +139,9 @@ DASLLAMA_INLINE Ints byte_of(Ints v, int i) { return bit_and(shift_right(v, 8 * 
 
 // The 16 bytes d, dmin and 8 scales and mins of 6 bits that begin a block of Q4_K and Q5_K.
 DASLLAMA_INLINE void six_bit_scales(const uint8_t* block, const Offsets& offset, SuperScales<8, true>& out) {
-  const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
-  const Ints mid = gather_lanes(block + 8, offset), high = gather_lanes(block + 12, offset);
+  Ints ints[4];
+  gather_lanes(block, offset, ints);
+  const Ints head = ints[0], low = ints[1], mid = ints[2], high = ints[3];
   const Ints six = splat_bytes(0x3f), four = splat_bytes(0x0f), top = splat_bytes(0x30);
   out.d = low_half(head);
   out.dmin = high_half(head);
@@ -207,11 +208,11 @@ struct FastQ6_K : SuperLayout<16, 2, false> {
     w[1] = bit_or(high_nibbles(q), bit_and(bits, splat_bytes(0x30)));
   }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
+    Ints fours[4];
+    gather_lanes(block + 192, offset, fours);
     out.d = high_half(gather_lanes(block + 206, offset));
-    for (int i = 0; i < 4; i++) {
-      const Ints four = gather_lanes(block + 192 + 4 * i, offset);
-      for (int j = 0; j < 4; j++) out.scale[4 * i + j] = shift_right_signed(shift_left(four, 24 - 8 * j), 24);
-    }
+    for (int i = 0; i < 4; i++)
+      for (int j = 0; j < 4; j++) out.scale[4 * i + j] = shift_right_signed(shift_left(fours[i], 24 - 8 * j), 24);
   }
 };
 
@@ -225,7 +226,9 @@ struct FastIQ4_XS : SuperLayout<32, 1, false> {
     w[1] = lookup(table, high_nibbles(q));
   }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    const Ints head = gather_lanes(block, offset), low = gather_lanes(block + 4, offset);
+    Ints ints[2];
+    gather_lanes(block, offset, ints);
+    const Ints head = ints[0], low = ints[1];
     out.d = low_half(head);
     for (int g = 0; g < 8; g++) {
       const Ints four = bit_and(shift_right(low, 4 * g), splat_ints(15));
@@ -258,9 +261,10 @@ struct FastQ2_K : Crumbs<true> {
     const Ints head = gather_lanes(block + 80, offset);
     out.d = low_half(head);
     out.dmin = high_half(head);
+    Ints fours[4];
+    gather_lanes(block, offset, fours);
     for (int i = 0; i < 4; i++) {
-      const Ints four = gather_lanes(block + 4 * i, offset);
-      const Ints scale = low_nibbles(four), min = high_nibbles(four);
+      const Ints scale = low_nibbles(fours[i]), min = high_nibbles(fours[i]);
       for (int j = 0; j < 4; j++) out.scale[4 * i + j] = byte_of(scale, j);
       for (int j = 0; j < 2; j++)
         out.mins[2 * i + j] = bit_or(byte_of(min, 2 * j), shift_left(byte_of(min, 2 * j + 1), 16));
@@ -279,9 +283,11 @@ struct FastQ3_K : Crumbs<false> {
   }
   // 16 times 4 bits, then 16 times 2: byte i of the former has scales i and i + 8, of the latter i, i + 4, i + 8, i + 12.
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    const Ints low[2] = {gather_lanes(block + 96, offset), gather_lanes(block + 100, offset)};
-    const Ints high = gather_lanes(block + 104, offset);
-    out.d = high_half(gather_lanes(block + 106, offset));
+    Ints ints[4];  // of which the lowest two bytes belong to something else
+    gather_lanes(block + 94, offset, ints);
+    const auto across = [&](int i) { return bit_or(shift_right(ints[i], 16), shift_left(ints[i + 1], 16)); };
+    const Ints low[2] = {across(0), across(1)}, high = across(2);
+    out.d = high_half(ints[3]);
     for (int i = 0; i < 4; i++) {
       const Ints four = i < 2 ? low_nibbles(low[i]) : high_nibbles(low[i - 2]);
       const Ints two = bit_and(shift_right(high, 2 * i), splat_bytes(3));

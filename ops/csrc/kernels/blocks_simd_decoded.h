@@ -56,9 +56,15 @@ DASLLAMA_INLINE void fields_in_order(const uint8_t* p, uint8_t* out) {
 // kGroups scales 2 n + 1, n of 4 bits, the even group's in the lower half of a byte.
 template <int kGroups>
 DASLLAMA_INLINE void odd_scales(const uint8_t* block, const Offsets& offset, Ints (&scale)[kGroups]) {
+  Ints fours[kGroups / 8];
+  if constexpr (kGroups == 16)
+    gather_lanes(block, offset, fours);
+  else
+    fours[0] = gather_lanes(block, offset);
   for (int i = 0; i < kGroups / 8; i++) {
-    const Ints four = gather_lanes(block + 4 * i, offset), one = splat_bytes(1);
-    const Ints even = bit_or(shift_left(low_nibbles(four), 1), one), odd = bit_or(shift_left(high_nibbles(four), 1), one);
+    const Ints one = splat_bytes(1);
+    const Ints even = bit_or(shift_left(low_nibbles(fours[i]), 1), one);
+    const Ints odd = bit_or(shift_left(high_nibbles(fours[i]), 1), one);
     for (int j = 0; j < 4; j++) {
       scale[8 * i + 2 * j] = byte_of(even, j);
       scale[8 * i + 2 * j + 1] = byte_of(odd, j);
@@ -188,10 +194,11 @@ struct FastIQ1_S : SuperLayout<32, 1, false> {
   }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     out.d = scaled_half(gather_lanes(block, offset), 0.125f);
+    Ints twos[4];
+    gather_lanes(block + 34, offset, twos);
     for (int i = 0; i < 4; i++) {
-      const Ints two = gather_lanes(block + 34 + 4 * i, offset);
-      out.scale[2 * i] = bit_or(bit_and(shift_right(two, 11), splat_ints(14)), splat_ints(1));
-      out.scale[2 * i + 1] = bit_or(bit_and(shift_right(two, 27), splat_ints(14)), splat_ints(1));
+      out.scale[2 * i] = bit_or(bit_and(shift_right(twos[i], 11), splat_ints(14)), splat_ints(1));
+      out.scale[2 * i + 1] = bit_or(bit_and(shift_right(twos[i], 27), splat_ints(14)), splat_ints(1));
     }
   }
 };
@@ -212,7 +219,8 @@ struct FastIQ1_M : SuperLayout<16, 1, false> {
   }
   // Words of four times 3 bits; d is spread over their highest 4.
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    const Ints two[2] = {gather_lanes(block + 48, offset), gather_lanes(block + 52, offset)};
+    Ints two[2];
+    gather_lanes(block + 48, offset, two);
     const auto nibble = [&](int word, int shift) { return bit_and(shift_right(two[word], shift), splat_ints(15)); };
     const Ints low = bit_or(nibble(0, 12), shift_left(nibble(0, 28), 4));
     const Ints high = bit_or(nibble(1, 12), shift_left(nibble(1, 28), 4));

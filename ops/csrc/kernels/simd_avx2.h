@@ -20,7 +20,9 @@ namespace int_dot {
 typedef __m128i Unit;
 typedef __m256i Ints;
 typedef __m256 Floats;
-typedef Ints Offsets;  // of kLanes rows from the first of them
+struct Offsets {  // of kLanes rows from the first of them; general registers address memory
+  int64_t of[8];
+};
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
@@ -78,9 +80,42 @@ DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm256_broadcastsi128_si
 DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
   return _mm256_permute4x64_epi64(_mm256_castsi128_si256(load_unit(p)), 0x50);
 }
-DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) { return load_ints(p); }
+DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
+  Offsets offset;
+  for (int r = 0; r < 8; r++) offset.of[r] = p[r];
+  return offset;
+}
+// Four, eight or sixteen bytes of each row, as ints with a lane per row. Plain loads and shuffles: on many processors a
+// gather takes longer than eight of them.
 DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(base), offset, 1);
+  const auto row = [&](int r) __attribute__((always_inline)) { return _mm_loadu_si32(base + offset.of[r]); };
+  const auto four = [&](int r) __attribute__((always_inline)) {
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(row(r), row(r + 1)), _mm_unpacklo_epi32(row(r + 2), row(r + 3)));
+  };
+  return join_units({four(0), four(4)});
+}
+DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[2]) {
+  const auto row = [&](int r) __attribute__((always_inline)) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offset.of[r]));
+  };
+  const auto two = [&](int r) __attribute__((always_inline)) {
+    return _mm256_castsi256_ps(join_units({_mm_unpacklo_epi64(row(r), row(r + 1)), _mm_unpacklo_epi64(row(r + 4), row(r + 5))}));
+  };
+  const __m256 first = two(0), second = two(2);
+  out[0] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
+  out[1] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
+}
+DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[4]) {
+  const auto row = [&](int r) __attribute__((always_inline)) {
+    return join_units({load_unit(base + offset.of[r]), load_unit(base + offset.of[r + 4])});
+  };
+  const Ints a = row(0), b = row(1), c = row(2), d = row(3);
+  const Ints ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+  const Ints AB = _mm256_unpackhi_epi32(a, b), CD = _mm256_unpackhi_epi32(c, d);
+  out[0] = _mm256_unpacklo_epi64(ab, cd);
+  out[1] = _mm256_unpackhi_epi64(ab, cd);
+  out[2] = _mm256_unpacklo_epi64(AB, CD);
+  out[3] = _mm256_unpackhi_epi64(AB, CD);
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {

@@ -17,7 +17,10 @@ namespace int_dot {
 typedef __m128i Unit;
 typedef __m512i Ints;
 typedef __m512 Floats;
-typedef Ints Offsets;  // of kLanes rows from the first of them
+struct Offsets {  // of kLanes rows from the first of them
+  __m512i lanes;
+  int64_t of[16];  // the same: general registers address memory
+};
 constexpr int kUnits = 4, kLanes = 16;
 constexpr int kTileRows = 6, kTileStrips = 2;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0x80;
@@ -76,9 +79,41 @@ DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_permutexvar_epi64(_mm512_set_epi64(3, 3, 2, 2, 1, 1, 0, 0), _mm512_castsi256_si512(halves));
 }
-DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) { return load_ints(p); }
+DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
+  Offsets offset;
+  offset.lanes = load_ints(p);
+  for (int r = 0; r < 16; r++) offset.of[r] = p[r];
+  return offset;
+}
+// Four, eight or sixteen bytes of each row, as ints with a lane per row: rows that change places take less time than
+// several gathers.
 DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  return _mm512_i32gather_epi32(offset, reinterpret_cast<const int*>(base), 1);
+  return _mm512_i32gather_epi32(offset.lanes, reinterpret_cast<const int*>(base), 1);
+}
+DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[2]) {
+  const auto row = [&](int r) __attribute__((always_inline)) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offset.of[r]));
+  };
+  const auto two = [&](int r) __attribute__((always_inline)) {
+    const auto unit = [&](int i) __attribute__((always_inline)) { return _mm_unpacklo_epi64(row(i), row(i + 1)); };
+    return _mm512_castsi512_ps(join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)}));
+  };
+  const __m512 first = two(0), second = two(2);
+  out[0] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
+  out[1] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
+}
+DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[4]) {
+  const auto row = [&](int r) __attribute__((always_inline)) {
+    const auto unit = [&](int i) __attribute__((always_inline)) { return load_unit(base + offset.of[i]); };
+    return join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)});
+  };
+  const Ints a = row(0), b = row(1), c = row(2), d = row(3);
+  const Ints ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+  const Ints AB = _mm512_unpackhi_epi32(a, b), CD = _mm512_unpackhi_epi32(c, d);
+  out[0] = _mm512_unpacklo_epi64(ab, cd);
+  out[1] = _mm512_unpackhi_epi64(ab, cd);
+  out[2] = _mm512_unpacklo_epi64(AB, CD);
+  out[3] = _mm512_unpackhi_epi64(AB, CD);
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {

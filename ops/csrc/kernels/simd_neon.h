@@ -116,6 +116,11 @@ DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
   };
   return {four(offset.of), four(offset.of + 4)};
 }
+// The same of eight or sixteen bytes.
+template <int kInts>
+DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[kInts]) {
+  for (int i = 0; i < kInts; i++) out[i] = gather_lanes(base + 4 * i, offset);
+}
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
   const uint8x8_t eight = vld1_u8(p);
