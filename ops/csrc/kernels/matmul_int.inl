@@ -15,6 +15,9 @@ static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t
 }
 
 #include "matmul_int_few.inl"
+#if defined(DASLLAMA_ISA_AVX2) && !defined(DASLLAMA_ISA_AVX512)
+#include "matmul_int_words.inl"
+#endif
 #include "matmul_int_many.inl"
 
 constexpr int kFewRows = 4;  // up to so many rows of x the weights are not kept in a panel
@@ -27,6 +30,10 @@ static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, in
     for (int i = 0; i < M; i++) acc[i] = zero_floats();
     if constexpr (Source::kBlock == 32)
       few_strip32<Source, M>(p, strip, m, acc);
+#if defined(DASLLAMA_ISA_AVX2) && !defined(DASLLAMA_ISA_AVX512)
+    else if constexpr (InWords<typename Source::Type>::kServes)
+      few_rows256<Source, typename Source::Type, M>(p, strip, m, acc);
+#endif
     else
       few_strip256<Source, M>(p, strip, m, acc);
     for (int i = 0; i < M; i++) store_outputs(p, m + i, n, acc[i]);

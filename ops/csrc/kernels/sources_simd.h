@@ -102,6 +102,7 @@ struct Decoded32 : T {
 // Where a source of blocks of 256 stands, and what all of them say of it.
 template <class T>
 struct Source256 : T {
+  typedef T Type;
   const Strip& strip;
   int64_t at = 0;
 
