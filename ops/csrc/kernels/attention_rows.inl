@@ -67,6 +67,7 @@ struct Ahead {
 
   // The share of a pass over the keys that takes columns [first, first + n) of D.
   Ahead share(int64_t first, int64_t n, int64_t D) const {
+    if (!each) return *this;  // divisions take time
     return {rows + kKeys * each * first / D, each * n / D};
   }
 };

@@ -72,10 +72,12 @@ static void weigh_floats(const float* weights, const T* v, int64_t stride, int64
     const int64_t end = first + kColumns < D ? first + kColumns : D;
     by_tiles<kSumRows, kMostSums>(ranges, vectors, [&](auto rows, int64_t r, Range keys) {
       constexpr int Q = rows, S = kWidth == 16 ? 4 : kWidth == 4 || Q == 4 ? 1 : 2;
+      const float* w = weights + r * kKeys;
+      float* to = acc + r * D;
       int64_t d = first;
       for (; d + 16 * S <= end; d += 16 * S)
-        weigh<Q, S>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D, ahead.share(d, 16 * S, D));
-      for (; d < end; d += 16) weigh<Q, 1>(weights + r * kKeys, v + d, stride, keys, acc + r * D + d, D, ahead.share(d, 16, D));
+        weigh<Q, S>(w, v + d, stride, keys, to + d, D, ahead.share(d, 16 * S, D));
+      for (; d < end; d += 16) weigh<Q, 1>(w, v + d, stride, keys, to + d, D, ahead.share(d, 16, D));
     });
   }
 }

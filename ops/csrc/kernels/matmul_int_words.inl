@@ -48,7 +48,8 @@ struct InWords<FastQ3_K> {
   }
   // See FastQ3_K::scales.
   static DASLLAMA_INLINE RowScales scales(const uint8_t* block) {
-    const uint64_t low = load_u32(block + 96) | uint64_t{load_u32(block + 100)} << 32, fours = 0x0f0f0f0f0f0f0f0f, twos = 0x3030303030303030;
+    constexpr uint64_t fours = 0x0f0f0f0f0f0f0f0f, twos = 0x3030303030303030;
+    const uint64_t low = load_u32(block + 96) | uint64_t{load_u32(block + 100)} << 32;
     const uint64_t high = load_u32(block + 104), first = high << 4 | high << 34, second = high | high << 30;
     const __m128i six = _mm_set_epi64x(static_cast<int64_t>((low >> 4 & fours) | (second & twos)),
                                        static_cast<int64_t>((low & fours) | (first & twos)));
