@@ -42,7 +42,7 @@ _library.dasllama_program_size.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_in_place.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_free.argtypes = [ctypes.c_void_p]
 _library.dasllama_program_run.restype = ctypes.c_char_p
-_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
+_library.dasllama_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
 _library.dasllama_program_op.restype = ctypes.c_char_p
 _library.dasllama_program_op.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
@@ -72,21 +72,23 @@ class Program:
         """Whether the tensors that are held lie where they lay, contiguous."""
         return bool(_library.dasllama_program_in_place(self._handle))
 
-    def run(self, seconds: ctypes.Array | None = None) -> None:
-        """Do again what was recorded, on torch's threads. seconds: doubles that take the time of each op.
+    def run(self, then: "Program | None" = None, seconds: ctypes.Array | None = None) -> None:
+        """Do again what was recorded, and behind it what `then` has recorded, on torch's threads. seconds: doubles that
+        take the time of each op.
 
         Raises KernelError for what an op refuses: an id or page out of range.
         """
-        if self.refused:
-            raise KernelError(f"the program is void: {self.refused}")
-        error = _library.dasllama_program_run(self._handle, seconds)
+        handle, refused = (None, "") if then is None else (then._handle, then.refused)
+        if self.refused or refused:
+            raise KernelError(f"the program is void: {self.refused or refused}")
+        error = _library.dasllama_program_run(self._handle, handle, seconds)
         if error is not None:
             raise KernelError(error.decode())
 
     def profile(self) -> list[tuple[str, float]]:
         """`run`, and for each op in turn its name and the seconds that it took."""
         seconds = (ctypes.c_double * len(self))()
-        self.run(seconds)
+        self.run(seconds=seconds)
         names = [_library.dasllama_program_op(self._handle, i).decode() for i in range(len(self))]
         return list(zip(names, seconds, strict=True))
 

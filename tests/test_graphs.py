@@ -400,6 +400,24 @@ def test_a_program_refuses_what_its_ops_refuse(oracle):
         program.run()
 
 
+def test_programs_behind_each_other():
+    """The second reads what the first has written; a void one stops both."""
+    x = torch.tensor([1.0, 2.0])
+    with recording() as first:
+        y = elementwise.add(x, x)
+    with recording() as second:
+        z = elementwise.mul(y, y)
+    with torch.inference_mode(), recording() as void:
+        torch.exp(x)
+    x[0] = 3
+    first.run(second)
+    assert z.tolist() == [36, 16]
+    x[1] = 5
+    with pytest.raises(KernelError, match=r"void: aten\.exp"):
+        first.run(void)
+    assert y.tolist() == [6, 4]
+
+
 def test_programs_are_not_recorded_within_each_other():
     x = torch.ones(2)
     with recording() as program:

@@ -240,9 +240,7 @@ class _RecordedStep:
             head = free or self.record_head(model)
             _profiles.append(self.body.profile() + head.program.profile())
             return head.rows[: len(ids)]
-        self.body.run()
-        if free:
-            free.program.run()
+        self.body.run(free and free.program)
         return (free or self.record_head(model)).rows[: len(ids)]
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 for logits that is handed out as it is."""
 
 import math
+import struct
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,24 +25,20 @@ class StepBuffers:
     """
 
     def __init__(self, pool: "KVPool", rows: int, blocks: int):
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "input_ids": ((1, rows), torch.int64),
-            "positions": ((rows,), torch.int64),
-            "row_context": ((rows,), torch.int64),
-            "row_seq": ((rows,), torch.int32),
-            "row_pos": ((rows,), torch.int32),
-            "row_end": ((rows,), torch.int32),
-        }
+        groups = range(len(pool.groups))
+        numbers = {"input_ids": torch.int64, "positions": torch.int64, "row_context": torch.int64}  # one of each row
+        numbers |= {"row_seq": torch.int32, "row_pos": torch.int32, "row_end": torch.int32}
         if pool.states:
-            fields["state_slots"] = (rows,), torch.int32
-        for group in range(len(pool.groups)):
-            fields[f"slots{group}"] = (rows,), torch.int64
-            fields[f"block_table{group}"] = (rows, blocks), torch.int32
+            numbers["state_slots"] = torch.int32
+        numbers |= {f"slots{group}": torch.int64 for group in groups}
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((1, rows) if name == "input_ids" else (rows,), dtype) for name, dtype in numbers.items()
+        }
+        fields |= {f"block_table{group}": ((rows, blocks), torch.int32) for group in groups}
         places, end = {}, 0
         for name, (shape, dtype) in fields.items():
             places[name], end = end, end + -(-math.prod(shape) * dtype.itemsize // 16) * 16  # each begins aligned
         on_cpu = pool.device.type == "cpu"
-        # NumPy writes a step in microseconds, with nothing of torch in between.
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=not on_cpu)
         self._there = self._host if on_cpu else torch.empty(end, dtype=torch.uint8, device=pool.device)
         self._sent = None if on_cpu else torch.cuda.Event()
@@ -52,15 +49,22 @@ class StepBuffers:
                 for name, (shape, dtype) in fields.items()
             }
 
-        self.rows = {name: tensor.numpy() for name, tensor in views(self._host).items()}
-        self.rows["row_seq"][:] = -1
+        # All numbers of a step go into its memory by one call: each more would find its own code swept from the caches.
+        self._memory = memoryview(self._host.numpy())
+        wide = {torch.int64: "q", torch.int32: "i"}
+        layout = "".join(f"{rows}{wide[dtype]}{-rows * dtype.itemsize % 16}x" for dtype in numbers.values())
+        self._numbers = struct.Struct("=" + layout)
+        host = views(self._host)
+        self._tables = [host[f"block_table{group}"].numpy() for group in groups]
+        self._held: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in groups]
         parts = views(self._there)
         tables = [
             PageTable(slots=parts.pop(f"slots{group}"), block_table=parts.pop(f"block_table{group}"))
-            for group in range(len(pool.groups))
+            for group in groups
         ]
         self.step = Step(n_seqs=rows, cache=pool, tables=tuple(tables), logit_rows=None, **parts)  # all rows' logits
         self.blocks, self._devices = blocks, pool.devices
+        self.write((), ())
 
     def fits(self, sessions: Sequence["Session"]) -> bool:
         """Whether there is room for all their pages, and the pool has not moved."""
@@ -74,25 +78,31 @@ class StepBuffers:
 
     def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
         """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
-        n, rows, page_rows = len(ids), self.rows, self.step.cache.page_rows
+        n, page_rows = len(ids), self.step.cache.page_rows
+        none = self.step.n_seqs - n
+        nowhere, zeros = [-1] * none, [0] * none
         if self._sent:
             self._sent.synchronize()  # the step before may not have been read yet
-        if n < len(rows["row_seq"]):
-            for name, values in rows.items():
-                if name == "input_ids":
-                    values[0, n:] = 0
-                elif not name.startswith("block_table"):
-                    values[n:] = 0 if name in ("positions", "row_context", "row_pos", "row_end") else -1
-        for i, (session, token) in enumerate(zip(sessions, ids, strict=True)):
-            at, sequence = len(session.tokens), session.sequence
-            rows["input_ids"][0, i], rows["row_seq"][i] = token, i
-            rows["positions"][i], rows["row_pos"][i] = at + session.rope_delta, at
-            rows["row_end"][i], rows["row_context"][i] = at + 1, session.n_ctx
-            if "state_slots" in rows:
-                rows["state_slots"][i] = sequence.state
-            for group, pages in enumerate(sequence.tables):
-                rows[f"block_table{group}"][i, : len(pages)] = pages
-                rows[f"slots{group}"][i] = pages[at // page_rows] * page_rows + at % page_rows
+        at, positions, contexts, ends, states = [], [], [], [], []
+        for session in sessions:
+            end = len(session.tokens)
+            at.append(end)
+            ends.append(end + 1)
+            positions.append(end + session.rope_delta)
+            contexts.append(session.n_ctx)
+            states.append(session.sequence.state)
+        numbers = [*ids, *zeros, *positions, *zeros, *contexts, *zeros, *range(n), *nowhere, *at, *zeros, *ends, *zeros]
+        if self.step.state_slots is not None:
+            numbers += *states, *nowhere
+        for group, (table, held) in enumerate(zip(self._tables, self._held, strict=True)):
+            for i, session in enumerate(sessions):
+                pages = session.sequence.tables[group]
+                if held[i] != pages:
+                    held[i] = pages.copy()
+                    table[i, : len(pages)] = pages
+                numbers.append(pages[at[i] // page_rows] * page_rows + at[i] % page_rows)
+            numbers += nowhere
+        self._numbers.pack_into(self._memory, 0, *numbers)
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
             self._sent.record()

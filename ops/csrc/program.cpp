@@ -65,23 +65,28 @@ DASLLAMA_EXPORT void dasllama_program_free(void* program) {
   delete static_cast<Program*>(program);
 }
 
-// Runs on torch's threads, all of them for the whole of it. seconds: null, or takes the time of each op. Returns null, or
-// what went wrong; the text lives until the thread's next call.
-DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, double* seconds) {
+// Runs a program, and behind it another one if there is, on torch's threads, all of them for the whole of it. seconds:
+// null, or takes the time of each op. Returns null, or what went wrong; the text lives until the thread's next call.
+DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, const void* then, double* seconds) {
   try {
+    const Program* programs[] = {static_cast<const Program*>(program), static_cast<const Program*>(then)};
     // A step that has nothing to share does not wait for threads that may have no core.
-    const int threads = static_cast<const Program*>(program)->shared ? torch::stable::get_num_threads() : 1;
+    const bool shared = programs[0]->shared || (then && programs[1]->shared);
+    const int threads = shared ? torch::stable::get_num_threads() : 1;
     dasllama::Team team(threads);
     std::exception_ptr failed;
     const auto entries = [&] {
-      for (const Program::Entry& entry : static_cast<const Program*>(program)->entries) {
-        if (!seconds) {
+      for (const Program* each : programs) {
+        if (!each) continue;
+        for (const Program::Entry& entry : each->entries) {
+          if (!seconds) {
+            entry.body();
+            continue;
+          }
+          const auto start = std::chrono::steady_clock::now();
           entry.body();
-          continue;
+          *seconds++ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         }
-        const auto start = std::chrono::steady_clock::now();
-        entry.body();
-        *seconds++ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       }
     };
     // One piece for each thread. Where torch gives them all to one, as within another parallel loop, it is the leader's.
