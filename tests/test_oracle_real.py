@@ -87,7 +87,7 @@ def nll(model, ids, kv_dtype, together=256):
     """f32 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
     found = []
     with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        for i in range(0, len(ids), together):
+        for i in range(0, len(ids) - 1, together):
             rows = session.eval(ids[i : i + together], logits="all")
             following = torch.tensor(ids[i + 1 : i + together + 1])
             found.append(torch.nn.functional.cross_entropy(rows[: len(following)], following, reduction="none"))
