@@ -145,7 +145,7 @@ def measure(line: Line, copied: float, product: float) -> None:
     op = line.name.split()[0]
     reset_report()
     spent = seconds(calls)
-    kernel = next(iter(report().get(op, {"": 0})))
+    kernel = next(iter(report().get(op, {first.op.__name__: 0})))  # a reference, or of no op
     rate = cost.nbytes / spent
     done = cost.operations / spent
     products = f"{done / 1e12:8.1f} {done / product:5.0%}" if done else " " * 14
