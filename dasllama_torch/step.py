@@ -8,7 +8,7 @@ inert: it writes nothing, is attended by nothing and yields zeros; it stands for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +116,14 @@ class Step:
             return Step(**{name: moved(value) for name, value in facts.items()} | {"tables": tables})
 
         return self.once(f"on {device}", make)
+
+    def inert(self) -> Step:
+        """A step of as many rows and sequences with pages as wide, all of whose rows are inert."""
+        nowhere = {"row_seq": torch.full_like(self.row_seq, -1), "sessions": (), "kv": {}, "_once": {}}
+        if self.state_slots is not None:
+            nowhere["state_slots"] = torch.full_like(self.state_slots, -1)
+        tables = tuple(PageTable(torch.full_like(each.slots, -1), each.block_table) for each in self.tables)
+        return replace(self, tables=tables, **nowhere)
 
     def forget(self) -> None:
         """The tensors are about to change, for another forward: what layers have shared does not hold for it."""

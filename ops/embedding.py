@@ -6,10 +6,11 @@ from torch import Tensor
 from dasllama_torch.ops.dequantize import dequantize, matrix_shape
 from dasllama_torch.ops.ggml_types import GGML_TYPES
 from dasllama_torch.ops.registry import Cost, define
+from dasllama_torch.ops.require import require
 
 
 def _check(ids: Tensor, qweight: Tensor, qtype: int) -> tuple[int, int]:
-    torch._check(
+    require(
         ids.dtype in (torch.int64, torch.int32) and ids.device == qweight.device,
         lambda: (
             f"dasllama::embedding: ids must be int64 or int32 on {qweight.device} like qweight, "

@@ -12,12 +12,13 @@ from dasllama_torch.ops.dequantize import row_length
 from dasllama_torch.ops.lattices import FLOATS
 from dasllama_torch.ops.quant_linear import quant_linear, quant_linear_backward
 from dasllama_torch.ops.registry import Cost, define, register_backward
+from dasllama_torch.ops.require import require
 
 
 def _stack_shape(op: str, qweight: Tensor, qtype: int) -> tuple[int, int, int]:
     """(E, N, K) of packed matrices [E, N, row_bytes], which ops address in place."""
     K = row_length(op, qweight, qtype)
-    torch._check(
+    require(
         qweight.dim() == 3 and qweight.is_contiguous(),
         lambda: (
             f"dasllama::{op}: qweight must be a contiguous [E, N, row_bytes], "
@@ -28,14 +29,14 @@ def _stack_shape(op: str, qweight: Tensor, qtype: int) -> tuple[int, int, int]:
 
 
 def _check(op: str, what: str, rows: Tensor, shapes: tuple[tuple[int, ...], ...], ids: Tensor, qweight: Tensor) -> None:
-    torch._check(
+    require(
         ids.dtype in (torch.int64, torch.int32) and ids.dim() >= 1 and ids.device == qweight.device,
         lambda: (
             f"dasllama::{op}: ids must be int64 or int32 [..., k] on {qweight.device} like qweight, "
             f"found {ids.dtype} {list(ids.shape)} on {ids.device}"
         ),
     )
-    torch._check(
+    require(
         rows.dtype in FLOATS and rows.shape in shapes and rows.device == qweight.device,
         lambda: (
             f"dasllama::{op}: {what} must be f32, f16 or bf16 {' or '.join(str(list(s)) for s in shapes)} on "
@@ -47,7 +48,7 @@ def _check(op: str, what: str, rows: Tensor, shapes: tuple[tuple[int, ...], ...]
 def _check_all(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Tensor | None) -> int:
     E, N, K = _stack_shape("expert_linear", qweight, qtype)
     _check("expert_linear", "x", x, ((*ids.shape[:-1], K), (*ids.shape, K)), ids, qweight)
-    torch._check(
+    require(
         bias is None or (bias.dtype == torch.float32 and bias.shape == (E, N) and bias.device == x.device),
         lambda: (
             f"dasllama::expert_linear: bias must be f32 {[E, N]} on {x.device}, "

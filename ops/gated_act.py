@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.ops.registry import define, register_backward
+from dasllama_torch.ops.require import require
 
 SILU, GELU_TANH, SIGMOID, SWIGLU_OAI = 0, 1, 2, 3
 _SLOPE, _LIMIT = 1.702, 7.0  # of gpt-oss' SwiGLU
 
 
 def _check(act: int) -> None:
-    torch._check(
+    require(
         SILU <= act <= SWIGLU_OAI,
         lambda: (
             f"dasllama::gated_act: act must be 0 (SiLU), 1 (tanh-GELU), 2 (sigmoid) or 3 (clamped SwiGLU), found {act}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.registry import define
+from dasllama_torch.ops.require import require
 
 _FLOAT_LATTICES = {ggml_types.F32: torch.float32, ggml_types.F16: torch.float16, ggml_types.BF16: torch.bfloat16}
 LATTICES = (*_FLOAT_LATTICES, ggml_types.Q8_0, ggml_types.Q8_1, ggml_types.Q8_K)
@@ -25,9 +26,9 @@ FLOATS = tuple(_FLOAT_LATTICES.values())  # dtypes of activations
 
 
 def _check(x: Tensor, lattice: int) -> None:
-    torch._check(lattice in LATTICES, lambda: f"dasllama::quantize_activation: type {lattice} is not a lattice")
+    require(lattice in LATTICES, lambda: f"dasllama::quantize_activation: type {lattice} is not a lattice")
     block = ggml_types.GGML_TYPES[lattice].block
-    torch._check(
+    require(
         x.dtype in FLOATS and x.dim() >= 1 and x.shape[-1] % block == 0,
         lambda: (
             f"dasllama::quantize_activation: x must be f32, f16 or bf16 [..., a multiple of {block}], "

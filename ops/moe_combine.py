@@ -5,10 +5,11 @@ from torch import Tensor
 
 from dasllama_torch.ops.lattices import FLOATS
 from dasllama_torch.ops.registry import define, register_backward
+from dasllama_torch.ops.require import require
 
 
 def _check(y: Tensor, weights: Tensor) -> None:
-    torch._check(
+    require(
         y.dtype in FLOATS
         and y.dim() >= 2
         and weights.dtype == torch.float32

@@ -11,24 +11,25 @@ from torch import Tensor
 
 from dasllama_torch.ops.lattices import FLOATS
 from dasllama_torch.ops.registry import define, register_backward
+from dasllama_torch.ops.require import require
 
 SOFTMAX, SIGMOID = 0, 1
 _TINY = 1e-20  # added to a sum of sigmoids before it divides
 
 
 def _check(logits: Tensor, bias: Tensor | None, top_k: int, gate: int) -> None:
-    torch._check(
+    require(
         logits.dtype in FLOATS and logits.dim() >= 1 and 1 <= top_k <= logits.shape[-1],
         lambda: (
             f"dasllama::moe_router: logits must be f32, f16 or bf16 [..., E] with E >= top_k = {top_k} >= 1, "
             f"found {logits.dtype} {list(logits.shape)}"
         ),
     )
-    torch._check(
+    require(
         gate in (SOFTMAX, SIGMOID),
         lambda: f"dasllama::moe_router: gate must be 0 (softmax) or 1 (sigmoid), found {gate}",
     )
-    torch._check(
+    require(
         bias is None
         or (
             gate == SIGMOID

@@ -28,10 +28,11 @@ from dasllama_torch.ops import blocks, ggml_types
 from dasllama_torch.ops.dequantize import dequantize, matrix_shape
 from dasllama_torch.ops.lattices import FLOATS, quantize_activation, unpack_activation
 from dasllama_torch.ops.registry import Cost, define, native_library, register_backward
+from dasllama_torch.ops.require import require
 
 
 def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
-    torch._check(
+    require(
         t.dtype in FLOATS and t.dim() >= 1 and t.shape[-1] == width and t.device == qweight.device,
         lambda: (
             f"dasllama::{op}: {what} must be f32, f16 or bf16 [..., {width}] on {qweight.device} for this qweight, "
@@ -43,7 +44,7 @@ def _check(op: str, what: str, t: Tensor, width: int, qweight: Tensor) -> None:
 def _check_all(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None) -> int:
     N, K = matrix_shape("quant_linear", qweight, qtype)
     _check("quant_linear", "x", x, K, qweight)
-    torch._check(
+    require(
         bias is None or (bias.dtype == torch.float32 and bias.shape == (N,) and bias.device == x.device),
         lambda: (
             f"dasllama::quant_linear: bias must be f32 [{N}] on {x.device}, "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.ops.registry import define
+from dasllama_torch.ops.require import require
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ _QUANTIZERS: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 def _row_bytes(x: Tensor, qtype: int) -> int:
-    torch._check(
+    require(
         qtype in _QUANTIZERS,
         lambda: (
             f"dasllama::quantize: cannot pack to type "
@@ -71,7 +72,7 @@ def _row_bytes(x: Tensor, qtype: int) -> int:
         ),
     )
     row = ggml_types.GGML_TYPES[qtype]
-    torch._check(
+    require(
         x.dtype == torch.float32 and x.dim() >= 1 and x.shape[-1] % row.block == 0,
         lambda: (
             f"dasllama::quantize: x must be float32 [..., a multiple of {row.block}] for {row.name}, "

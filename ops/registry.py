@@ -25,6 +25,7 @@ _python_calls: Counter[tuple[str, str]] = Counter()
 _strict = False
 _backends = {"cuda": "dasllama_torch.triton_kernels"}  # by device type; those not imported yet
 _fusions: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
+_preparations: dict[str, Callable[[Callable[[], object]], contextlib.AbstractContextManager]] = {}
 
 
 class Cost(NamedTuple):
@@ -113,6 +114,22 @@ def fusing(device: torch.device) -> contextlib.AbstractContextManager:
     backend may launch several of them as one."""
     _import_backend(device.type)
     return _fusions.get(device.type, contextlib.nullcontext)()
+
+
+def provide_preparation(
+    device_type: str, context: Callable[[Callable[[], object]], contextlib.AbstractContextManager]
+) -> None:
+    """Called by a backend: `preparing` gives context(rehearse) for its devices."""
+    _preparations[device_type] = context
+
+
+def preparing(device: torch.device, rehearse: Callable[[], object]) -> contextlib.AbstractContextManager:
+    """Context for a forward on a device. A backend that compiles kernels where they are first launched may call
+    `rehearse` in the middle of it, once, to see which ones it will want, and make them all at the same time. `rehearse`
+    launches what the forward does, and more if that will be wanted soon, but changes nothing that stays."""
+    _import_backend(device.type)
+    context = _preparations.get(device.type)
+    return context(rehearse) if context else contextlib.nullcontext()
 
 
 def fall_back(op, args: tuple, kwargs: dict, why: str):

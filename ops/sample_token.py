@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch.ops.registry import define, refuse_gradient
+from dasllama_torch.ops.require import require
 
 
 def penalized(logits: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float) -> Tensor:
@@ -40,20 +41,20 @@ def candidates(logits: Tensor, temp: float, top_k: int, top_p: float, min_p: flo
 
 
 def _check(logits: Tensor, seen: Tensor, temp: float, top_k: int, top_p: float, min_p: float, draw: float) -> None:
-    torch._check(
+    require(
         logits.dtype == torch.float32 and logits.dim() == 1 and len(logits) >= 1,
         lambda: (
             f"dasllama::sample_token: logits must be f32 [V] with V >= 1, found {logits.dtype} {list(logits.shape)}"
         ),
     )
-    torch._check(
+    require(
         seen.dtype == torch.int64 and seen.dim() == 1 and seen.device == logits.device,
         lambda: (
             f"dasllama::sample_token: seen must be int64 [n] on {logits.device}, found {seen.dtype} "
             f"{list(seen.shape)} on {seen.device}"
         ),
     )
-    torch._check(
+    require(
         temp >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1 and 0 <= draw < 1,
         lambda: (
             "dasllama::sample_token: wanted temp >= 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1] and draw in "

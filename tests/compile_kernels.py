@@ -7,7 +7,6 @@ Triton must not be interpreting when the kernels are imported.
 import argparse
 import contextlib
 import functools
-from unittest import mock
 
 import torch
 import triton
@@ -115,10 +114,6 @@ def launches(types: list[str]) -> list:
         args = (q, cache[dtype], cache[dtype], pages, *(r.new_zeros(T) for r in rows), 0.1, 7, 3.0, sinks)
         paged_attention.paged_attention(*args, codec, codec, 64)
 
-    def in_chunks(*args):
-        with mock.patch.object(gated_delta_rule, "STEPS", 64):
-            gated_delta_rule.gated_delta_update(*args)
-
     calls = [
         lambda: rms_norm.rms_norm(x, weight, 1e-5),
         lambda: rms_norm.rms_norm_backward(x, x, None, 1e-5),
@@ -156,7 +151,7 @@ def launches(types: list[str]) -> list:
         lambda: delta_gates.delta_gates(x[0], x[1], weight, weight),
         lambda: causal_conv1d.causal_conv1d_update(x[:, 0], x.new_zeros(64, 4), x.new_zeros(3, 3, 64), rows[0]),
         lambda: gated_delta_rule.gated_delta_update(x, x, x, x[..., 0], x[..., 1], state, rows[0]),
-        lambda: in_chunks(
+        lambda: gated_delta_rule.gated_delta_update(
             *(prompt, prompt, prompt, prompt[..., 0], prompt[..., 1], state, torch.zeros(80, dtype=torch.int32))
         ),
         lambda: grouped_rows.grouped_rows(

@@ -197,3 +197,13 @@ def test_kernels_include_no_torch_and_no_python():
     assert foreign.search("#include <torch/csrc/stable/tensor.h>")
     found = [path.name for path in files if foreign.search(path.read_text("utf-8"))]
     assert found == []
+
+
+def test_checks_import_no_sympy():
+    """As torch's own does, which costs whoever evaluates a first token most of a second."""
+    code = (
+        "import sys, torch; from dasllama_torch.ops.require import require; before = 'sympy' in sys.modules; "
+        "require(torch.zeros(2).dim() == 1, lambda: ''); print(before, 'sympy' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.split() == ["False", "False"]

@@ -83,14 +83,39 @@ def logprobs_behind(model, texts, forced):
     return [torch.cat([row[None], rows]).double().log_softmax(-1) for row, rows in zip(first, rest, strict=True)]
 
 
-def nll(model, ids, kv_dtype):
+def nll(model, ids, kv_dtype, together=256):
     """f32 [len(ids) - 1], in parts: the logits of all of them would be a gigabyte."""
     found = []
     with dl.create_session(model, kv_dtype=kv_dtype, n_ctx=1024) as session:
-        for i in range(0, len(ids), 256):
-            rows, following = session.eval(ids[i : i + 256], logits="all"), torch.tensor(ids[i + 1 : i + 257])
+        for i in range(0, len(ids) - 1, together):
+            rows = session.eval(ids[i : i + together], logits="all")
+            following = torch.tensor(ids[i + 1 : i + together + 1])
             found.append(torch.nn.functional.cross_entropy(rows[: len(following)], following, reduction="none"))
     return torch.cat(found).numpy()
+
+
+def check_natural_text(golden, found, nll_bound, rms_bound):
+    """found: what `nll` gives for the passage."""
+    hf, peer = golden.nll["hf"], golden.nll["kv32"]
+    noise = 2 * (found - hf).std() / np.sqrt(len(hf))  # of the mean over so short a passage
+    assert abs(found.mean() - hf.mean()) <= nll_bound * hf.mean() + noise
+    rms = lambda x: np.sqrt(np.square(x).mean())  # noqa: E731
+    assert rms(found - hf) <= rms_bound * rms(peer - hf)
+
+
+def check_dequantized(model, golden):
+    """A model in fp32 mode: transformers' greedy ids, and of its first step the stored top-10, far tighter than ids."""
+    greedy = [prompt["hf_dequant_fp32"]["greedy"] for prompt in golden.prompts.values()]
+    found = logprobs_behind(model, [p["ids"] for p in golden.prompts.values()], [tokens[:-1] for tokens in greedy])
+    for name, tokens, logprobs in zip(golden.prompts, greedy, found, strict=True):
+        margins = golden.data[f"{name}_margin_hf"]
+        for step, (best, wanted) in enumerate(zip(logprobs.argmax(-1), tokens, strict=True)):
+            if margins[step] <= REAL_GREEDY_MARGIN:
+                break
+            assert best == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
+        wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
+        top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()
+        assert (logprobs[0, top_ids] - wanted).abs().max() <= REAL_LOGPROBS_FP32
 
 
 def test_prompt_ids(native):
@@ -102,12 +127,7 @@ def test_prompt_ids(native):
 @pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
 def test_natural_text(native, kv_dtype):
     model, golden = native
-    found = nll(model, golden.prompts["passage"]["ids"], kv_dtype)
-    hf, peer = golden.nll["hf"], golden.nll["kv32"]
-    noise = 2 * (found - hf).std() / np.sqrt(len(hf))  # of the mean over so short a passage
-    assert abs(found.mean() - hf.mean()) <= REAL_NLL * hf.mean() + noise
-    rms = lambda x: np.sqrt(np.square(x).mean())  # noqa: E731
-    assert rms(found - hf) <= REAL_NLL_RMS * rms(peer - hf)
+    check_natural_text(golden, nll(model, golden.prompts["passage"]["ids"], kv_dtype), REAL_NLL, REAL_NLL_RMS)
 
 
 @pytest.mark.parametrize("fixture", ["demo_model", "gemma_model"])
@@ -156,16 +176,4 @@ def test_teacher_forced(native):
 
 
 def test_dequantized(fp32):
-    """Transformers' greedy ids, and of its first step the stored top-10: far tighter than ids."""
-    model, golden = fp32
-    greedy = [prompt["hf_dequant_fp32"]["greedy"] for prompt in golden.prompts.values()]
-    found = logprobs_behind(model, [p["ids"] for p in golden.prompts.values()], [tokens[:-1] for tokens in greedy])
-    for name, tokens, logprobs in zip(golden.prompts, greedy, found, strict=True):
-        margins = golden.data[f"{name}_margin_hf"]
-        for step, (best, wanted) in enumerate(zip(logprobs.argmax(-1), tokens, strict=True)):
-            if margins[step] <= REAL_GREEDY_MARGIN:
-                break
-            assert best == wanted, f"{name}, step {step}, margin {margins[step]:.4f}"
-        wanted = torch.from_numpy(golden.data[f"{name}_top_logprobs_hf"][0])
-        top_ids = torch.from_numpy(golden.data[f"{name}_top_ids_hf"][0]).long()
-        assert (logprobs[0, top_ids] - wanted).abs().max() <= REAL_LOGPROBS_FP32
+    check_dequantized(*fp32)

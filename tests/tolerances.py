@@ -93,3 +93,7 @@ CUDA_CODES = 3e-3
 # ... and of captured steps, whose norms add up in another order, against the modules: an activation may be rounded the
 # other way.
 CUDA_FUSED = 0.05
+# ... and of published models against transformers on dequantized weights: of the NLL, relative, and of the distance of
+# single tokens' from theirs, times llama.cpp's own.
+CUDA_REAL_NLL = 0.005
+CUDA_REAL_NLL_RMS = 1.5

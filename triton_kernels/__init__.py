@@ -17,6 +17,7 @@ from dasllama_torch.triton_kernels import (  # noqa: F401
     paged_attention,
     quant_linear,
     quantize_activation,
+    rehearsal,
     rms_norm,
     rope,
     rope_tables,

@@ -13,6 +13,7 @@ from torch import Tensor
 from dasllama_torch.ops.causal_conv1d import causal_conv1d as op
 from dasllama_torch.ops.causal_conv1d import causal_conv1d_update as op_update
 from dasllama_torch.ops.registry import count_call, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels.functions import logistic
 from dasllama_torch.triton_kernels.launch import check, on_device, rows_of
 from dasllama_torch.triton_kernels.sequences import check_slots, is_last
@@ -80,7 +81,7 @@ def _convolve(name: str, x: Tensor, weight: Tensor, state: Tensor, slots: Tensor
     check(name, "weight", weight, x, (torch.float32,), (x.shape[-1], K))
     check(name, "state", state, x, (torch.float32,), (len(state), K - 1, C))
     check_slots(name, "slots", slots, T, x)
-    torch._check(state.is_contiguous(), lambda: f"dasllama::{name}: state must be contiguous")
+    require(state.is_contiguous(), lambda: f"dasllama::{name}: state must be contiguous")
     count_call(name, "triton")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():

@@ -6,8 +6,6 @@ registers while it goes through the sequence's rows, from its first in the batch
 nothing to do. T rows, G key heads, H value heads. A slot out of range gives NaN, and nothing is written for it.
 """
 
-import sys
-
 import torch
 import triton
 import triton.language as tl
@@ -17,15 +15,16 @@ from dasllama_torch.ops import gated_delta_rule as formulas
 from dasllama_torch.ops.gated_delta_rule import gated_delta_rule as op
 from dasllama_torch.ops.gated_delta_rule import gated_delta_update as op_update
 from dasllama_torch.ops.registry import count_call, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels.delta_chunks import WIDEST, delta_chunks
 from dasllama_torch.triton_kernels.functions import exp
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device, rows_of
 from dasllama_torch.triton_kernels.sequences import check_slots, is_first
 
 EPS = tl.constexpr(formulas.EPS)
-# Rows, up to which they are gone through one by one. Chunks are faster from 64 on, but their scan, as it is, has only
-# been interpreted and compiled: no prompt takes it before `make test-cuda`, which does, has passed on a card.
-STEPS = sys.maxsize
+# Rows, up to which they are gone through one by one. Of one sequence, chunks are faster from 40 on, but a captured step
+# has up to this many sequences of a row each.
+STEPS = 64
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def _apply(name: str, q, k, v, g, beta, state: Tensor, slots: Tensor) -> Tensor:
     ):
         check(name, what, t, v, shape=shape)
     check(name, "state", state, v, (torch.float32,), (len(state), H, Dk, Dv))
-    torch._check(
+    require(
         H % G == 0 and state.is_contiguous(),
         lambda: f"dasllama::{name}: wanted a contiguous state and as many or several times as many value heads as {G}",
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.kv_write import kv_write as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device
 
@@ -46,7 +47,7 @@ def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_codec: int, v_code
     """Caches must be [P, G, R, row] of their codecs' dtypes and rows, on one device, rows contiguous."""
     for what, cache, codec, head in (("k_cache", k_cache, k_codec, D), ("v_cache", v_cache, v_codec, Dv)):
         dim = CODECS[codec].row(head)
-        torch._check(
+        require(
             cache.dim() == 4
             and cache.dtype == CODECS[codec].dtype
             and cache.shape[:3] == k_cache.shape[:3]
@@ -67,14 +68,14 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     check_caches("kv_write", k_cache, v_cache, k_codec, v_codec, k.shape[-1], v.shape[-1])
     P, G, R, _ = k_cache.shape
     T, D, Dv = slots.shape[0], k.shape[-1], v.shape[-1]
-    torch._check(
+    require(
         slots.dtype == torch.int64 and slots.dim() == 1 and slots.device == k.device == v.device == k_cache.device,
         lambda: (
             f"dasllama::kv_write: slots must be int64 [T] on {k_cache.device} like k and v, "
             f"found {slots.dtype} {list(slots.shape)} on {slots.device}"
         ),
     )
-    torch._check(
+    require(
         k.shape[:-1].numel() == v.shape[:-1].numel() == T * G and k.shape[-2] == v.shape[-2] == G,
         lambda: (
             f"dasllama::kv_write: k and v must be [..., {G}, D] of {T} rows, found {list(k.shape)} and {list(v.shape)}"

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops.lattices import FLOATS
+from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import blocks
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -83,7 +84,7 @@ def check(
     shape: tuple[int, ...] | None = None,
 ) -> None:
     """Raise unless t is on the device of `like`, of one of the dtypes and, where one is given, of the shape."""
-    torch._check(
+    require(
         t.device == like.device and t.dtype in dtypes and (shape is None or tuple(t.shape) == tuple(shape)),
         lambda: (
             f"dasllama::{op}: {what} must be {' or '.join(map(str, dtypes))}"

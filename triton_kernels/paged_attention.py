@@ -25,6 +25,7 @@ from torch import Tensor
 from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs
 from dasllama_torch.triton_kernels.functions import exp, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
@@ -211,7 +212,7 @@ def _tile(T: int, S: int, gp: int, wide: bool) -> tuple[int, int, int]:
 
 def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
     (G, H), T = (k_cache.shape[1], q.shape[-2]), q.shape[:-2].numel()
-    torch._check(
+    require(
         H % G == 0 and q.device == k_cache.device,
         lambda: (
             f"dasllama::paged_attention: q must be [..., a multiple of {G}, D] on {k_cache.device}, "
@@ -219,21 +220,21 @@ def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tens
         ),
     )
     for what, t in rows.items():
-        torch._check(
+        require(
             t.dtype == torch.int32 and t.shape == (T,) and t.device == q.device,
             lambda what=what, t=t: (
                 f"dasllama::paged_attention: {what} must be int32 [{T}] on {q.device}, "
                 f"found {t.dtype} {list(t.shape)} on {t.device}"
             ),
         )
-    torch._check(
+    require(
         block_table.dtype == torch.int32 and block_table.dim() == 2 and block_table.device == q.device,
         lambda: (
             f"dasllama::paged_attention: block_table must be int32 [S, B] on {q.device}, "
             f"found {block_table.dtype} {list(block_table.shape)} on {block_table.device}"
         ),
     )
-    torch._check(
+    require(
         sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (H,) and sinks.device == q.device),
         lambda: f"dasllama::paged_attention: sinks must be f32 [{H}], found {sinks.dtype} {list(sinks.shape)}",
     )

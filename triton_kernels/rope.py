@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops.registry import count_call, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.ops.rope import rope as op
 from dasllama_torch.triton_kernels.launch import check, heads_of, on_device
 
@@ -51,7 +52,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     check("rope", "x", x, x)
     check("rope", "cos", cos, x, (torch.float32,))
     check("rope", "sin", sin, x, (torch.float32,), cos.shape)
-    torch._check(
+    require(
         x.numel() == T * H * D and 2 * half <= D,
         lambda: f"dasllama::rope: cos must be [rows of x, at most {D // 2}] for x {list(x.shape)}, found {[T, half]}",
     )

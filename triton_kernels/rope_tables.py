@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops.registry import count_call, implement
+from dasllama_torch.ops.require import require
 from dasllama_torch.ops.rope_tables import long_rope_tables as op_long
 from dasllama_torch.ops.rope_tables import rope_tables as op
 from dasllama_torch.triton_kernels.launch import check, on_device
@@ -59,7 +60,7 @@ def rope_tables(positions: Tensor, inv_freq: Tensor, scale: float, axes: Tensor 
     if positions.dim() == 1:
         axes = None
     else:
-        torch._check(
+        require(
             positions.dim() == 2 and axes is not None,
             lambda: f"dasllama::rope_tables: positions {list(positions.shape)} need axes",
         )

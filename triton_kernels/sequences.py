@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dasllama_torch.ops.require import require
+
 CHUNK = tl.constexpr(512)
 
 
@@ -33,7 +35,7 @@ def is_last(slots, t, T, slot):
 
 def check_slots(op: str, what: str, slots: torch.Tensor, T: int, like: torch.Tensor) -> None:
     """Raise unless slots are int32 [T] on the device of `like`."""
-    torch._check(
+    require(
         slots.dtype == torch.int32 and slots.shape == (T,) and slots.device == like.device,
         lambda: (
             f"dasllama::{op}: {what} must be int32 [{T}] on {like.device}, "

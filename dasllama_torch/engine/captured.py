@@ -1,6 +1,7 @@
 """Captured steps: a forward of single rows on a GPU, captured as a graph of its work and replayed, so that the host
 launches one thing in place of hundreds."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor
 from dasllama_torch.engine.step_buffers import HandedOut, StepBuffers
 from dasllama_torch.modules import base
 from dasllama_torch.ops import registry
+from dasllama_torch.step import Step
 
 if TYPE_CHECKING:
     from dasllama_torch.cache.pool import KVPool
@@ -24,6 +26,23 @@ def wait_for(device: torch.device) -> None:
     """Until a GPU has done what it was given; there is nothing to wait for on the CPU."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def rehearse(model: "CausalLM", pool: "KVPool", rows: int, blocks: int) -> None:
+    """Do what a step of `rows` single rows does, on rows that are inert: nothing that stays is changed."""
+    buffers = StepBuffers(pool, rows, blocks)
+    buffers.write((), ())
+    _forward(model, buffers.step)
+
+
+def _forward(model: "CausalLM", step: Step) -> Tensor:
+    """Logits f32 [rows, V]."""
+    with registry.fusing(step.positions.device):
+        hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
+        logits = model.compute_logits(hidden)[0].float()
+    step.forget()
+    return logits
 
 
 class CapturedStep:
@@ -59,7 +78,10 @@ class CapturedStep:
             self.buffers.write(sessions, ids)
             if self._graph is None:
                 registry.count_call("step", "eager")
-                logits = self._forward(model)
+                step = self.buffers.step
+                again = functools.partial(rehearse, model, step.cache, step.n_seqs, self.buffers.blocks)
+                with registry.preparing(self._device, again):
+                    logits = _forward(model, step)
                 rows = logits.unbind() if on_device else HandedOut(logits.cpu()).rows
                 self._capture(model)
                 return list(rows[: len(ids)])
@@ -97,20 +119,12 @@ class CapturedStep:
         """Grows when somebody writes to a weight."""
         return sum(0 if tensor.is_inference() else tensor._version for tensor in self._held)
 
-    def _forward(self, model: "CausalLM") -> Tensor:
-        step = self.buffers.step
-        with registry.fusing(self._device):
-            hidden = model.get_decoder()(model.get_input_embeddings()(step.input_ids), step)
-            logits = model.compute_logits(hidden)[0].float()
-        step.forget()
-        return logits
-
     def _capture(self, model: "CausalLM") -> None:
         graph = torch.cuda.CUDAGraph()
         with registry.counting() as self._calls:
             try:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._logits = self._forward(model)
+                    self._logits = _forward(model, self.buffers.step)
             except RuntimeError as error:  # an op that waits for the GPU, or allocates past torch
                 torch.cuda.synchronize(self._device)
                 self.refused = f"the GPU's work cannot be captured: {error}"

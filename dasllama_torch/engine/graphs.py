@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dasllama_torch.engine import captured
 from dasllama_torch.engine.captured import CapturedStep
 from dasllama_torch.engine.step_buffers import HandedOut, StepBuffers
 from dasllama_torch.modules import base
@@ -84,19 +85,45 @@ def begin(session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]
     return logits, lambda: enabled and not is_watched() and (base.epoch(), registry.isa_epoch) == epoch and in_force()
 
 
-def sharing(model: "CausalLM"):
+@contextlib.contextmanager
+def sharing(model: "CausalLM", rehearse: Callable[[], object] | None = None):
     """Context for a forward by the modules themselves: where nothing but their ops happens, one rounding of an
-    activation serves all weights that take it (`quant_linear.shared_activations`)."""
+    activation serves all weights that take it (`quant_linear.shared_activations`), and `rehearse` may do the forward
+    for kernels that are missing (`registry.preparing`)."""
+    if not _is_clear(model):
+        yield
+        return
+    with shared_activations():
+        if rehearse is None:
+            yield
+            return
+        with registry.preparing(model.device, rehearse):
+            yield
+
+
+def rehearse_step(sessions: Sequence["Session"]) -> None:
+    """Do, on inert rows, the step that would evaluate a token at the end of each of the sessions, on a GPU."""
+    if enabled and len(sessions) <= MAX_CAPTURED_ROWS:
+        captured.rehearse(sessions[0].model, sessions[0].pool, *_size(sessions))
+
+
+def _size(sessions: Sequence["Session"]) -> tuple[int, int]:
+    """Rows, and pages of each, of the recorded step that serves the sessions."""
+    return 1 << (len(sessions) - 1).bit_length(), max(session.pool.blocks(session.n_ctx) for session in sessions)
+
+
+def _is_clear(model: "CausalLM") -> bool:
+    """Whether nothing but ops happens in the model's modules."""
     if not enabled or is_watched():
-        return contextlib.nullcontext()
+        return False
     steps = steps_of(model)
     if not steps.lock.acquire(blocking=False):
-        return contextlib.nullcontext()
+        return False
     try:
         steps.refresh()
         if not steps.clear and steps.obstacle is None:  # `run` looks again for what goes without an epoch that tells
             steps.look_at(model)
-        return shared_activations() if steps.clear else contextlib.nullcontext()
+        return steps.clear
     finally:
         steps.lock.release()
 
@@ -179,7 +206,7 @@ class RecordedSteps:
         if not self.clear:
             return None
         kind = _RecordedStep if pool.device.type == "cpu" else CapturedStep
-        step = kind(model, pool, rows, max(pool.blocks(session.n_ctx) for session in sessions))
+        step = kind(model, pool, *_size(sessions))
         logits = step.run(model, sessions, ids, on_device)
         if step.refused:
             self.obstacle = _Obstacle(step.refused)

@@ -1,6 +1,7 @@
 """The one entry to the model: sessions with new tokens become windows, windows become Steps, Steps become logits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -294,12 +295,23 @@ def _step(
 def _forward(model: "CausalLM", step: Step, placed: list[Placed], logits: str | None) -> Tensor:
     """Logits f32 [rows, V] of the rows that are wanted, or all rows' hidden states f32 [T, C]."""
     registry.count_call("step", "eager")
-    with graphs.sharing(model):
-        if logits == HIDDEN:
-            return model.get_decoder()(embed(model, step, placed), step)[0].float().cpu()
-        if not len(step.logit_rows):  # the cache is all that is wanted
-            model.get_decoder()(embed(model, step, placed), step)
-            return torch.empty(0, model.config.n_vocab)
-        given = {"inputs_embeds": embed(model, step, placed)} if placed else {"input_ids": step.input_ids}
-        found = model(**given, step=step).logits[0].float()
-        return found if logits == ON_DEVICE else found.cpu()
+
+    given = replace(step)  # `embed` changes the other
+
+    def rehearse() -> None:
+        _evaluate(model, given.inert(), placed, logits)
+        graphs.rehearse_step(given.sessions)  # which comes next
+
+    with graphs.sharing(model, rehearse):
+        found = _evaluate(model, step, placed, logits)
+    return found if logits == ON_DEVICE else found.cpu()
+
+
+def _evaluate(model: "CausalLM", step: Step, placed: list[Placed], logits: str | None) -> Tensor:
+    if logits == HIDDEN:
+        return model.get_decoder()(embed(model, step, placed), step)[0].float()
+    if not len(step.logit_rows):  # the cache is all that is wanted
+        model.get_decoder()(embed(model, step, placed), step)
+        return torch.empty(0, model.config.n_vocab)
+    given = {"inputs_embeds": embed(model, step, placed)} if placed else {"input_ids": step.input_ids}
+    return model(**given, step=step).logits[0].float()
