@@ -1,13 +1,14 @@
 """x W^T for 2 to 16 rows of x on the tensor cores, with the integer dots of `few_rows.py`.
 
 A program owns SETS times 16 rows of W and all rows of x, in one or two TILES of 8. Its WARPS share K: each takes SPAN
-elements at a time, of which it holds x in registers while it multiplies one set of rows of W after another, and adds
+elements at a time, a chunk, multiplies x by one set of rows of W after another, and adds
 
     float(sum of scale * dots of q_w and q_x) * (d * d_x)  +  float(sum of least * s_x) * (dmin * d_x)
 
-to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in advance.
-Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a scale it
-holds word t, or words 2 t and 2 t + 1 where 32 of them do. A row of x has the same result whatever other rows there are.
+to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in
+advance. Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a
+scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do. A row of x has the same result whatever other rows
+there are.
 
 Up to three matrices with one x may be one launch: their programs follow each other.
 M rows of x [M, K], N rows of W, K elements.
@@ -56,16 +57,12 @@ def _two(at):
 
 
 @triton.jit
-def _words_of_x(q, chunk, i: tl.constexpr, M, g, t, SHARE: tl.constexpr, TILES: tl.constexpr):
-    """Of the elements of a chunk from SHARE i on the words of columns g, uint32: two of each tile, or one."""
-    x = q + chunk.to(tl.int64) * (SPAN * M) + i * SHARE // 32 * 32 * M
+def _words_of_x(columns, i: tl.constexpr, M, SHARE: tl.constexpr):
+    """Of the elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one."""
     words = ()
-    for j in tl.static_range(TILES):
-        of_column = x + tl.minimum(g + 8 * j, M - 1) * 32
-        if SHARE == 32:
-            words = words + _two(of_column + 8 * t)
-        else:
-            words = words + (tl.load((of_column + i % 2 * 16 + 4 * t).to(tl.pointer_type(tl.uint32))),)
+    for j in tl.static_range(len(columns)):
+        at = columns[j] + i * SHARE // 32 * 32 * M + i * SHARE % 32
+        words = words + (_two(at) if SHARE == 32 else (tl.load(at.to(tl.pointer_type(tl.uint32))),))
     return words
 
 
@@ -75,7 +72,10 @@ def _scales_of_x(d, block, M, t, TILES: tl.constexpr):
     found = ()
     for j in tl.static_range(TILES):
         m = 8 * j + 2 * t
-        found = found + (tl.load(d + block * M + tl.minimum(m, M - 1)), tl.load(d + block * M + tl.minimum(m + 1, M - 1)))
+        found = found + (
+            tl.load(d + block * M + tl.minimum(m, M - 1)),
+            tl.load(d + block * M + tl.minimum(m + 1, M - 1)),
+        )
     return found
 
 
@@ -137,11 +137,12 @@ def few_rows_mma_kernel(
     y, q, d, s, packed, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
-    SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
+    HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q, d and s as `Rounded` has them, with blocks of BLOCK. ROWS: M where kernels are compiled for it, or 0. EVEN:
-    all warps have the same number of whole spans."""
+    all warps have the same number of whole chunks. HELD: a chunk of x stays in registers; otherwise it is read where it
+    is multiplied."""
     tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16 * SETS)
     if ROWS:
         M = ROWS
@@ -175,10 +176,13 @@ def few_rows_mma_kernel(
         if not EVEN:
             alive = chunk < n_chunks
             chunk = tl.minimum(chunk, n_chunks - 1)
-        held = ()
-        if SETS > 1:  # x of all sets
+        columns, held = (), ()
+        for j in tl.static_range(TILES):
+            column = tl.minimum(g + 8 * j, M - 1) * 32 + t * (SHARE // 4)
+            columns = columns + (q + (chunk.to(tl.int64) * (SPAN * M) + column),)
+        if HELD:
             for k in tl.static_range(SPAN // SHARE):
-                held = held + _words_of_x(q, chunk, k, M, g, t, SHARE, TILES)
+                held = held + _words_of_x(columns, k, M, SHARE)
         if BLOCK == SPAN:
             dx = _scales_of_x(d, chunk, M, t, TILES)
         if OFFSET:
@@ -203,10 +207,10 @@ def few_rows_mma_kernel(
                 for _ in tl.static_range(4 * TILES):
                     sums = sums + (tl.zeros([T], tl.int32),)
                 for k in tl.static_range(SPAN // SHARE):
-                    if SETS > 1:
+                    if HELD:
                         x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
-                        x = _words_of_x(q, chunk, k, M, g, t, SHARE, TILES)
+                        x = _words_of_x(columns, k, M, SHARE)
                     dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
                     scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
                     more = ()
@@ -246,10 +250,10 @@ def few_rows_mma_kernel(
                         block = tl.minimum(block, K // BLOCK - 1)
                         d0, d1 = tl.where(live, d0, 0.0), tl.where(live, d1, 0.0)
                     dx = _scales_of_x(d, block, M, t, TILES)
-                    if SETS > 1:
+                    if HELD:
                         x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
-                        x = _words_of_x(q, chunk, k, M, g, t, SHARE, TILES)
+                        x = _words_of_x(columns, k, M, SHARE)
                     dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
@@ -275,7 +279,7 @@ def few_rows_mma_kernel(
         tl.store(total + m * N + n, result + tl.load(residual + m * N + n, mask=live, other=0.0), mask=live)
 
 
-_STRIDE = {  # bytes of a row in a slot: SPAN elements and what comes before them in its first LINE; few bank conflicts
+_STRIDE = {  # bytes of a row in a slot, a chunk and what comes before it in its LINE, with few bank conflicts; and LINE
     ggml_types.Q4_K: (160, 32),
     ggml_types.Q5_K: (208, 32),
     ggml_types.Q6_K: (240, 32),
@@ -289,11 +293,16 @@ def serves(qtype: int) -> bool:
     return qtype in fragments.SHARE and torch.version.hip is None
 
 
-def shape(qtype: int, M: int, N: int, K: int) -> tuple[int, int, int, int | None]:
-    """SETS, WARPS, SLOTS and the registers of a thread: what was fastest on an H200 at the shapes of benchmarks/cuda.py.
-    N: rows of W in all. WARPS, which the order of sums depends on, is not M's."""
-    warps = min(4, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
-    return 1, warps, min(4, STAGED // (warps * 16 * _STRIDE[qtype][0])), None
+def shape(qtype: int, M: int, N: int, K: int) -> tuple[int, int, int]:
+    """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. N: rows of W in all.
+    WARPS, which the order of sums depends on, is not M's."""
+    small = qtype in (ggml_types.Q4_K, ggml_types.Q5_K)
+    warps = 4
+    if K < 8192 and N >= 12288 and qtype != ggml_types.Q8_0:
+        warps = 1 if small and N >= 24576 else 2
+    warps = min(warps, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
+    sets = 2 if M > 8 and N >= (24576 if small else 65536) and warps < 4 else 1
+    return sets, warps, min(4, STAGED // (warps * 16 * _STRIDE[qtype][0]))
 
 
 def launch(
@@ -304,11 +313,12 @@ def launch(
     M, K = a.rows, a.width
     _, _, block, size, _ = blocks.layout(qtype)
     stride, line = _STRIDE[qtype]
-    sets, warps, slots, registers = shape(qtype, M, sum(lengths), K)
+    sets, warps, slots = shape(qtype, M, sum(lengths), K)
     few_rows_mma_kernel[(sum(triton.cdiv(n, 16 * sets) for n in lengths),)](
         y, a.q, a.d, a.s, w, bias, residual, total, *apart, M, lengths[0], K,
         qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype],
         M if M in (2, 4, 8, 16) else 0, 1 if M <= 8 else 2, sets, warps, K % (SPAN.value * warps) == 0,
-        slots, stride, line, staging.reservation(warps * slots * 16 * stride), PTX,
-        num_warps=warps, maxnreg=registers, **early(w),
+        sets > 1 or qtype == ggml_types.Q6_K, slots, stride, line,
+        staging.reservation(warps * slots * 16 * stride), PTX,
+        num_warps=warps, **early(w),
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels.blocks import Q4_K, Q5_K, Q6_K, _as_f16, _nibbles
+from dasllama_torch.triton_kernels.integer_dots import byte
 from dasllama_torch.triton_kernels.staging import short, word, words
 
 SPAN = tl.constexpr(256)
@@ -56,9 +57,9 @@ def _scales_and_mins(at, PTX: tl.constexpr):
 def scale(QTYPE: tl.constexpr, at, i: tl.constexpr, PTX: tl.constexpr):
     """Of elements from SHARE i on -> int32. Q8_0 has none."""
     if QTYPE == Q6_K:
-        return (word(at, 192 + i // 4 * 4, PTX) << 24 - i % 4 * 8).to(tl.int32) >> 24
+        return byte(word(at, 192 + i // 4 * 4, PTX), i % 4, True, PTX)
     else:
-        return (_scales_and_mins(at, PTX)[1 + i // 4] >> i % 4 * 8 & 255).to(tl.int32)
+        return byte(_scales_and_mins(at, PTX)[1 + i // 4], i % 4, False, PTX)
 
 
 @triton.jit

@@ -25,6 +25,19 @@ def dot4(a, b, c, PTX: tl.constexpr):
 
 
 @triton.jit
+def byte(word, i: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """Byte i of a uint32 -> int32: one instruction, of which compilers make two."""
+    if PTX:
+        PICK: tl.constexpr = (0x888 + 0x111 * i << 4) + i if SIGNED else 0x4440 + i  # 8: the sign of a byte
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, PICK], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        found = (word >> 8 * i & 255).to(tl.int32)
+        return (found ^ 128) - 128 if SIGNED else found
+
+
+@triton.jit
 def _outer(a, b, INTEGERS: tl.constexpr):
     """Of a row and a column of each thread: products, added up over the four threads t -> columns 2 t, 2 t + 1."""
     WARPS: tl.constexpr = a.shape[0] // 32

@@ -1,11 +1,11 @@
-"""Rows of packed blocks on their way through shared memory, each warp's for itself: NVIDIA's `cp.async` brings what will
-be multiplied next while the tensor cores have the present, without holding registers. Loads would come late: the
-compiler puts them where their values are used.
+"""Rows of packed blocks on their way through shared memory, each warp's for itself: NVIDIA's `cp.async` brings what
+will be multiplied next while the tensor cores have the present, and holds no registers. Loads came late: the compiler
+puts them where their values are used.
 
 A warp has slots of 16 rows, of STRIDE bytes each; thread 4 g + t copies and reads of rows g and g + 8. Copies are of 16
-bytes and begin at a multiple of LINE, of which global memory gives no part: a row in its slot begins with what lies
-before it. Elsewhere than on NVIDIA nothing is copied, and what would be a place in shared memory is a pointer to the
-row itself: the functions that read take either. Addresses of shared memory are uint32.
+bytes, and begin at a multiple of LINE, as what comes from memory does: a row in its slot begins with what lies before
+it. Elsewhere than on NVIDIA nothing is copied, and what would be an address of shared memory, a uint32, is a pointer to
+the row itself: the functions that read take either.
 """
 
 import functools
@@ -26,27 +26,30 @@ def reserve(i, RESERVATION: tl.constexpr):
     return tl.inline_asm_elementwise(RESERVATION, "=r,r", [i], dtype=tl.uint32, is_pure=False, pack=1)
 
 
+COPY = tl.constexpr(
+    "{.reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.cg.shared.global.L2::128B [$1], [$2], 16; mov.u32 $0, 0;}"
+)
+
+
 @triton.jit
 def _copy(to, source, live):
     tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.u32 p, $3, 0;"
-        "@p cp.async.cg.shared.global.L2::128B [$1], [$2], 16; mov.u32 $0, 0;}",
-        "=r,r,l,r", [to, source, live.to(tl.uint32)], dtype=tl.uint32, is_pure=False, pack=1,
-    )  # fmt: skip
+        COPY, "=r,r,l,r", [to, source, live.to(tl.uint32)], dtype=tl.uint32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def send(to, row, at, size, alive, t, SIZE: tl.constexpr, LINE: tl.constexpr, GRAIN: tl.constexpr):
     """Begin to copy `size` <= SIZE bytes from row + at, a multiple of GRAIN, to slot `to` if alive."""
     skipped = _skipped(row + at, LINE)
-    source = row + at - skipped
+    to, source = to + (16 * t).to(tl.uint32), row + (at - skipped + 16 * t)
     PIECES: tl.constexpr = (SIZE + LINE - GRAIN + 15) // 16
     for first in tl.static_range(0, PIECES, 4):
         i = first + t
         live = alive
         if size is not None or 16 * (first + 4) > SIZE:
             live = live & (16 * i < (SIZE if size is None else size) + skipped)
-        _copy(to + 64 * (first // 4) + (16 * t).to(tl.uint32), source + 64 * (first // 4) + 16 * t, live)
+        _copy(to + 16 * first, source + 16 * first, live)
 
 
 @triton.jit
@@ -70,7 +73,7 @@ def sent(at):
 
 @triton.jit
 def arrived(at, LATER: tl.constexpr):
-    """Wait for all groups of the warp's but the LATER last. Returns `at`: what is read from there is read afterwards."""
+    """Wait for all groups of the warp's but the LATER last. Returns `at`: who reads from there reads afterwards."""
     if LATER == 0:
         WAIT: tl.constexpr = "cp.async.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;"
     elif LATER == 1:
