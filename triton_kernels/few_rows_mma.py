@@ -58,7 +58,7 @@ def _two(at):
 
 @triton.jit
 def _words_of_x(columns, i: tl.constexpr, M, SHARE: tl.constexpr):
-    """Of the elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one."""
+    """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one."""
     words = ()
     for j in tl.static_range(len(columns)):
         at = columns[j] + i * SHARE // 32 * 32 * M + i * SHARE % 32
@@ -293,15 +293,15 @@ def serves(qtype: int) -> bool:
     return qtype in fragments.SHARE and torch.version.hip is None
 
 
-def shape(qtype: int, M: int, N: int, K: int) -> tuple[int, int, int]:
-    """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. N: rows of W in all.
-    WARPS, which the order of sums depends on, is not M's."""
+def shape(qtype: int, M: int, lengths: list[int], K: int) -> tuple[int, int, int]:
+    """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. lengths: rows of each W.
+    WARPS, which the order of sums depends on, are not M's, nor should they be of what else is in a launch."""
     small = qtype in (ggml_types.Q4_K, ggml_types.Q5_K)
     warps = 4
-    if K < 8192 and N >= 12288 and qtype != ggml_types.Q8_0:
-        warps = 1 if small and N >= 24576 else 2
+    if K < 8192 and max(lengths) >= 12288 and qtype != ggml_types.Q8_0:
+        warps = 1 if small else 2
     warps = min(warps, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
-    sets = 2 if M > 8 and N >= (24576 if small else 65536) and warps < 4 else 1
+    sets = 2 if M > 8 and sum(lengths) >= (24576 if small else 65536) and warps < 4 else 1
     return sets, warps, min(4, STAGED // (warps * 16 * _STRIDE[qtype][0]))
 
 
@@ -313,7 +313,7 @@ def launch(
     M, K = a.rows, a.width
     _, _, block, size, _ = blocks.layout(qtype)
     stride, line = _STRIDE[qtype]
-    sets, warps, slots = shape(qtype, M, sum(lengths), K)
+    sets, warps, slots = shape(qtype, M, lengths, K)
     few_rows_mma_kernel[(sum(triton.cdiv(n, 16 * sets) for n in lengths),)](
         y, a.q, a.d, a.s, w, bias, residual, total, *apart, M, lengths[0], K,
         qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype],
