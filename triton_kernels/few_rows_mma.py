@@ -50,19 +50,20 @@ def _add(a, b):
 
 
 @triton.jit
-def _two(at):
-    """Two words at a multiple of 8 bytes."""
-    both = tl.load(at.to(tl.pointer_type(tl.uint64)))
+def _two(at, live):
+    """Two words at a multiple of 8 bytes, if live or None."""
+    both = tl.load(at.to(tl.pointer_type(tl.uint64)), mask=live)
     return both.to(tl.uint32), (both >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _words_of_x(columns, i: tl.constexpr, M, SHARE: tl.constexpr):
-    """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one."""
+def _words_of_x(columns, i: tl.constexpr, live, M, SHARE: tl.constexpr):
+    """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one. live:
+    whether there are such elements, or None."""
     words = ()
     for j in tl.static_range(len(columns)):
         at = columns[j] + i * SHARE // 32 * 32 * M + i * SHARE % 32
-        words = words + (_two(at) if SHARE == 32 else (tl.load(at.to(tl.pointer_type(tl.uint32))),))
+        words = words + (_two(at, live) if SHARE == 32 else (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live),))
     return words
 
 
@@ -86,7 +87,7 @@ def _sums_of_x(s, chunk, M, g, t, TILES: tl.constexpr, PTX: tl.constexpr):
     for j in tl.static_range(TILES):
         at = s + (chunk * M + tl.minimum(g + 8 * j, M - 1)) * 16 + 2 * t
         for half in tl.static_range(2):
-            low, high = _two(at + 8 * half)
+            low, high = _two(at + 8 * half, None)
             low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
             found = found + (halves(low, high, PTX),)
     return found
@@ -180,9 +181,9 @@ def few_rows_mma_kernel(
         for j in tl.static_range(TILES):
             column = tl.minimum(g + 8 * j, M - 1) * 32 + t * (SHARE // 4)
             columns = columns + (q + (chunk.to(tl.int64) * (SPAN * M) + column),)
-        if HELD:
+        if HELD and BLOCK == SPAN:
             for k in tl.static_range(SPAN // SHARE):
-                held = held + _words_of_x(columns, k, M, SHARE)
+                held = held + _words_of_x(columns, k, None, M, SHARE)
         if BLOCK == SPAN:
             dx = _scales_of_x(d, chunk, M, t, TILES)
         if OFFSET:
@@ -210,7 +211,7 @@ def few_rows_mma_kernel(
                     if HELD:
                         x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
-                        x = _words_of_x(columns, k, M, SHARE)
+                        x = _words_of_x(columns, k, None, M, SHARE)
                     dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
                     scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
                     more = ()
@@ -243,17 +244,14 @@ def few_rows_mma_kernel(
             else:
                 sums = acc[4 * TILES * one : 4 * TILES * (one + 1)]
                 for k in tl.static_range(SPAN // BLOCK):
-                    block = chunk * (SPAN // BLOCK) + k
+                    block, there = chunk * (SPAN // BLOCK) + k, None
                     d0, d1 = fragments.d(QTYPE, at0, k, PTX), fragments.d(QTYPE, at1, k, PTX)
                     if alive is not None:
-                        live = alive & (block < K // BLOCK)
+                        there = alive & (block < K // BLOCK)
                         block = tl.minimum(block, K // BLOCK - 1)
-                        d0, d1 = tl.where(live, d0, 0.0), tl.where(live, d1, 0.0)
+                        d0, d1 = tl.where(there, d0, 0.0), tl.where(there, d1, 0.0)
                     dx = _scales_of_x(d, block, M, t, TILES)
-                    if HELD:
-                        x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
-                    else:
-                        x = _words_of_x(columns, k, M, SHARE)
+                    x = _words_of_x(columns, k, there, M, SHARE)
                     dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
