@@ -6,6 +6,9 @@ A warp has slots of 16 rows, of STRIDE bytes each; thread 4 g + t copies and rea
 bytes, and begin at a multiple of LINE, as what comes from memory does: a row in its slot begins with what lies before
 it. Elsewhere than on NVIDIA nothing is copied, and what would be an address of shared memory, a uint32, is a pointer to
 the row itself: the functions that read take either.
+
+Reading is pure to the compiler, so that equal reads are one. It follows `arrived` by its address; that it precedes the
+copies which take its slot rests on the order of the source, which compilers keep, and its values are used before.
 """
 
 import functools
