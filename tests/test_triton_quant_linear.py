@@ -112,10 +112,11 @@ SHAPES = [(1, 1, 4), (1, 2, 5), (1, 4, 2), (2, 1, 3), (2, 2, 2), (4, 1, 4)]
 
 
 @pytest.mark.parametrize("shape", cases(SHAPES, (2, 2, 2)), ids=str)
-@pytest.mark.parametrize(("name", "K"), [("Q4_K", 768), ("Q5_K", 1024), ("Q6_K", 768), ("Q8_0", 800)])
-def test_shapes_of_programs(name, K, shape, monkeypatch):
+@pytest.mark.parametrize("case", cases([("Q4_K", 768), ("Q5_K", 1024), ("Q6_K", 768), ("Q8_0", 800)], ("Q8_0", 800)))
+def test_shapes_of_programs(case, shape, monkeypatch):
     """On the tensor cores: sets of rows of W, warps that share K evenly and not, slots for what is on its way, and rows
     that begin in the middle of what memory gives."""
+    name, K = case
     row = ggml_types.by_name(name)
     monkeypatch.setattr(few_rows_mma, "shape", lambda *_: shape)
     w, x = random_rows(row, 37, K), torch.randn(9, K)
