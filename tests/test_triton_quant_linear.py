@@ -15,6 +15,7 @@ from dasllama_torch.ops.lattices import quantize_activation as lattice_op
 from dasllama_torch.ops.lattices import unpack_activation
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
+from dasllama_torch.triton_kernels import few_rows_mma
 from dasllama_torch.triton_kernels.few_rows import few_rows_together
 from dasllama_torch.triton_kernels.quant_linear import quant_linear, quant_linear_backward
 from dasllama_torch.triton_kernels.quantize_activation import quantize_activation, rounded
@@ -105,6 +106,26 @@ def test_a_row_is_the_same_in_every_batch(name):
         parts = [torch.empty(M, 3, device=DEVICE), torch.empty(M, 16, device=DEVICE)]
         few_rows_together(rounded(x[:M], row.lattice), [w[:3].clone(), w[3:].clone()], row.id, parts)
         assert torch.equal(torch.cat(parts, 1), whole[:M])
+
+
+SHAPES = [(1, 1, 4), (1, 2, 5), (1, 4, 2), (2, 1, 3), (2, 2, 2), (4, 1, 4)]
+
+
+@pytest.mark.parametrize("shape", cases(SHAPES, (2, 2, 2)), ids=str)
+@pytest.mark.parametrize("case", cases([("Q4_K", 768), ("Q5_K", 1024), ("Q6_K", 768), ("Q8_0", 800)], ("Q8_0", 800)))
+def test_shapes_of_programs(case, shape, monkeypatch):
+    """On the tensor cores: sets of rows of W, warps that share K evenly and not, slots for what is on its way, and rows
+    that begin in the middle of what memory gives."""
+    name, K = case
+    row = ggml_types.by_name(name)
+    monkeypatch.setattr(few_rows_mma, "shape", lambda *_: shape)
+    w, x = random_rows(row, 37, K), torch.randn(9, K)
+    placed = guarded(w, before=1)  # to a multiple of 2 bytes, or of 16
+    found = quant_linear(x.to(DEVICE), placed, row.id, None, True)
+    error = (found.cpu() - op.reference(x, w, row.id, None, True)).abs()
+    assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
+    monkeypatch.setattr(few_rows_mma, "shape", lambda *_: (1, *shape[1:]))
+    assert torch.equal(quant_linear(x.to(DEVICE), placed, row.id, None, True), found)
 
 
 @pytest.mark.parametrize("name", cases(["Q4_K", "Q6_K", "Q8_0", "Q4_1"], "Q6_K"))

@@ -1,4 +1,5 @@
-"""Decoding of packed weights in Triton: the only place in this backend where a type is decoded.
+"""Decoding of packed weights in Triton: the only place in this backend where a type is decoded, but for four of them
+that tensor cores take in another order (`fragments.py`).
 
 A block is read by units of 16 consecutive bytes or so, which hold the same 16 places of PLANES planes of elements: a
 byte of Q4_K has an element in its low half and, 32 elements on, one in its high half. Within a plane a unit is four

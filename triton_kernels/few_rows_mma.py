@@ -1,13 +1,14 @@
 """x W^T for 2 to 16 rows of x on the tensor cores, with the integer dots of `few_rows.py`.
 
-A program owns 16 rows of W and all rows of x, in one or two TILES of 8. Its WARPS share K: each takes SPAN_OF_WARP
-elements at a time, reads its fragments of W straight from the packed rows, decodes them in registers and adds
+A program owns SETS times 16 rows of W and all rows of x, in one or two TILES of 8. Its WARPS share K: each takes SPAN
+elements at a time, a chunk, multiplies x by one set of rows of W after another, and adds
 
     float(sum of scale * dots of q_w and q_x) * (d * d_x)  +  float(sum of least * s_x) * (dmin * d_x)
 
-to f32 sums, which the warps add up at the end. Thread 4 g + t of a warp holds rows g and g + 8 of W
-(`integer_dots.py`); of each 16 elements that share a scale it holds word t, or words 2 t and 2 t + 1 where 32 of them
-do. A row of x has the same result whatever other rows there are.
+to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in
+advance. Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a
+scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do. A row of x has the same result whatever other rows
+there are.
 
 Up to three matrices with one x may be one launch: their programs follow each other.
 M rows of x [M, K], N rows of W, K elements.
@@ -19,14 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dasllama_torch.ops import ggml_types
-from dasllama_torch.triton_kernels import blocks
-from dasllama_torch.triton_kernels.integer_dots import dots8, dots16, dots32
+from dasllama_torch.triton_kernels import blocks, fragments, staging
+from dasllama_torch.triton_kernels.fragments import SPAN
+from dasllama_torch.triton_kernels.integer_dots import dots16, dots32, dots_of_halves, halves
 from dasllama_torch.triton_kernels.launch import PTX, early
 from dasllama_torch.triton_kernels.quantize_activation import Rounded
-
-SPAN_OF_WARP = tl.constexpr(256)  # elements of K
-ROWS = 16
-
 
 APART = ["w1", "w2", "y1", "y2", "N1", "N2"]  # not to compile kernels for what is special of them
 
@@ -52,125 +50,257 @@ def _add(a, b):
 
 
 @triton.jit
-def _leasts(QTYPE: tl.constexpr, b, v, PLANES: tl.constexpr, WIDTH: tl.constexpr):
-    """`least` of the 16 elements from 16 v on -> f32."""
-    HALVES: tl.constexpr = WIDTH // 16
-    u, p = v // (PLANES * HALVES) * HALVES + v % HALVES, v // HALVES % PLANES
-    return blocks.least(QTYPE, b, u, p).to(tl.float32)
+def _two(at, live):
+    """Two words at a multiple of 8 bytes, if live or None."""
+    both = tl.load(at.to(tl.pointer_type(tl.uint64)), mask=live)
+    return both.to(tl.uint32), (both >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _words_of_x(columns, i: tl.constexpr, live, M, SHARE: tl.constexpr):
+    """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one. live:
+    whether there are such elements, or None."""
+    words = ()
+    for j in tl.static_range(len(columns)):
+        at = columns[j] + i * SHARE // 32 * 32 * M + i * SHARE % 32
+        words = words + (_two(at, live) if SHARE == 32 else (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live),))
+    return words
+
+
+@triton.jit
+def _scales_of_x(d, block, M, t, TILES: tl.constexpr):
+    """d of columns 2 t and 2 t + 1, tile by tile."""
+    found = ()
+    for j in tl.static_range(TILES):
+        m = 8 * j + 2 * t
+        found = found + (
+            tl.load(d + block * M + tl.minimum(m, M - 1)),
+            tl.load(d + block * M + tl.minimum(m + 1, M - 1)),
+        )
+    return found
+
+
+@triton.jit
+def _sums_of_x(s, chunk, M, g, t, TILES: tl.constexpr, PTX: tl.constexpr):
+    """Sums of 16 elements of columns g, as f16: 2 t and 2 t + 1 in a uint32, and those 8 further on."""
+    found = ()
+    for j in tl.static_range(TILES):
+        at = s + (chunk * M + tl.minimum(g + 8 * j, M - 1)) * 16 + 2 * t
+        for half in tl.static_range(2):
+            low, high = _two(at + 8 * half, None)
+            low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+            found = found + (halves(low, high, PTX),)
+    return found
+
+
+@triton.jit
+def _dots(
+    QTYPE: tl.constexpr, at0, at1, t, i: tl.constexpr, x, SHARE: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr
+):
+    """Of the elements from SHARE i on -> int32, four for each tile."""
+    found = ()
+    if SHARE == 32:
+        a0, a2 = fragments.pair(QTYPE, at0, t, i, PTX)
+        a1, a3 = fragments.pair(QTYPE, at1, t, i, PTX)
+        for j in tl.static_range(TILES):
+            found = found + dots32(a0, a1, a2, a3, x[2 * j], x[2 * j + 1], PTX)
+    else:
+        a0, a1 = fragments.single(at0, t, i, PTX), fragments.single(at1, t, i, PTX)
+        for j in tl.static_range(TILES):
+            found = found + dots16(a0, a1, x[j], PTX)
+    return found
+
+
+@triton.jit
+def _send(
+    to, rows, chunk, end, t, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr,
+    GRAIN: tl.constexpr,
+):  # fmt: skip
+    """Begin to copy what there is of a chunk of rows g and g + 8, each `end` bytes long."""
+    at = chunk * CHUNK
+    size = None if BLOCK == SPAN else tl.minimum(end - at, CHUNK)
+    for half in tl.static_range(2):
+        staging.send(to + 8 * half * STRIDE, rows[half], at, size, at < end, t, CHUNK, LINE, GRAIN)
+
+
+@triton.jit
+def _beside(v, A: tl.constexpr):
+    """v[0] to v[A - 1], each [T] -> [T, A]."""
+    if A == 1:
+        return v[0][:, None]
+    else:
+        low, high = _beside(v[: A // 2], A // 2), _beside(v[A // 2 :], A // 2)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [v[0].shape[0], A])
 
 
 @triton.jit(do_not_specialize=APART)
 def few_rows_mma_kernel(
-    y, q, d, s, packed, table, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
-    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BYTES: tl.constexpr, SHARE: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+    y, q, d, s, packed, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
+    HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """q, d and s as `Rounded` has them, with blocks of BLOCK. SHARE: units that share a scale, 1 or 2."""
-    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16)
+    """q, d and s as `Rounded` has them, with blocks of BLOCK. ROWS: M where kernels are compiled for it, or 0. EVEN:
+    all warps have the same number of whole chunks. HELD: a chunk of x stays in registers; otherwise it is read where it
+    is multiplied."""
+    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16 * SETS)
+    if ROWS:
+        M = ROWS
     T: tl.constexpr = 32 * WARPS
+    CHUNK: tl.constexpr = SPAN // BLOCK * BYTES
+    GRAIN: tl.constexpr = 16 if BYTES % 16 == 0 else 2
+    SLOT: tl.constexpr = 16 * STRIDE
     i = tl.arange(0, T)
     warp, g, t = i // 32, i % 32 // 4, i % 4
-    pair = tl.arange(0, 2)[None, :]
-    n_blocks = K // BLOCK
-    first_row = packed + tl.minimum(tile * 16 + g, N - 1).to(tl.int64) * (n_blocks * BYTES)
-    second_row = packed + tl.minimum(tile * 16 + g + 8, N - 1).to(tl.int64) * (n_blocks * BYTES)
-    x_words = q.to(tl.pointer_type(tl.uint32))
+    place = t.to(tl.uint32) if PTX else t
+    end = K // BLOCK * BYTES
+    n_chunks = tl.cdiv(K, SPAN)
+    rows = ()
+    for of_set in tl.static_range(2 * SETS):
+        rows = rows + (packed + tl.minimum(tile * (16 * SETS) + 8 * of_set + g, N - 1).to(tl.int64) * end,)
+    if PTX:
+        base = staging.reserve(i, RESERVATION) + (warp * (SLOTS * SLOT) + g * STRIDE).to(tl.uint32)
+        for step in tl.static_range(SLOTS - 1):
+            pair = rows[2 * (step % SETS) : 2 * (step % SETS) + 2]
+            _send(base + step * SLOT, pair, step // SETS * WARPS + warp, end, t, CHUNK, BLOCK, STRIDE, LINE, GRAIN)
+            base = staging.sent(base)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    BATCH: tl.constexpr = SPAN_OF_WARP // BLOCK
     acc = ()
-    for _ in tl.static_range(4 * TILES):
+    for _ in tl.static_range(4 * TILES * SETS):
         acc = acc + (tl.zeros([T], tl.float32),)
-    for first in range(0, n_blocks, WARPS * BATCH):
-        for k in tl.static_range(BATCH):
-            block = first + warp * BATCH + k
-            live = block < n_blocks
-            block = tl.minimum(block, n_blocks - 1)
-            b0, b1 = first_row + block * BYTES, second_row + block * BYTES
-            sums = ()
-            for _ in tl.static_range(4 * TILES):
-                sums = sums + (tl.zeros([T], tl.int32),)
-            for unit in tl.static_range(0, BLOCK // (16 * PLANES), SHARE):
-                u = tl.full([T], unit, tl.int32)
-                for p in tl.static_range(PLANES):
-                    start = block * BLOCK + (unit // (WIDTH // 16) * (WIDTH * PLANES) + unit % (WIDTH // 16) * 16)
-                    at = start + p * WIDTH
-                    if SHARE == 2:
-                        units, w = (u + t // 2)[:, None], (2 * (t % 2))[:, None] + pair
-                        a0, a2 = tl.split(blocks.word(QTYPE, b0[:, None], units, p, w, table, PTX))
-                        a1, a3 = tl.split(blocks.word(QTYPE, b1[:, None], units, p, w, table, PTX))
+    slot = 0
+    for first in range(0, n_chunks, WARPS):
+        chunk = first + warp
+        alive = None
+        if not EVEN:
+            alive = chunk < n_chunks
+            chunk = tl.minimum(chunk, n_chunks - 1)
+        columns, held = (), ()
+        for j in tl.static_range(TILES):
+            column = tl.minimum(g + 8 * j, M - 1) * 32 + t * (SHARE // 4)
+            columns = columns + (q + (chunk.to(tl.int64) * (SPAN * M) + column),)
+        if HELD and BLOCK == SPAN:
+            for k in tl.static_range(SPAN // SHARE):
+                held = held + _words_of_x(columns, k, None, M, SHARE)
+        if BLOCK == SPAN:
+            dx = _scales_of_x(d, chunk, M, t, TILES)
+        if OFFSET:
+            sx = _sums_of_x(s, chunk, M, g, t, TILES, PTX)
+        added = ()
+        for one in tl.static_range(SETS):
+            if PTX:
+                base = staging.arrived(base, SLOTS - 2)
+                to = tl.where(slot == 0, (SLOTS - 1) * SLOT, slot - SLOT)
+                ahead = first + ((one + SLOTS - 1) // SETS * WARPS) + warp
+                later = rows[2 * ((one + SLOTS - 1) % SETS) : 2 * ((one + SLOTS - 1) % SETS) + 2]
+                _send(base + to.to(tl.uint32), later, ahead, end, t, CHUNK, BLOCK, STRIDE, LINE, GRAIN)
+                base = staging.sent(base)
+                at = base + slot.to(tl.uint32)
+                at0 = staging.place(at, rows[2 * one], chunk * CHUNK, LINE)
+                at1 = staging.place(at + 8 * STRIDE, rows[2 * one + 1], chunk * CHUNK, LINE)
+                slot = tl.where(slot == (SLOTS - 1) * SLOT, 0, slot + SLOT)
+            else:
+                at0, at1 = rows[2 * one] + chunk * CHUNK, rows[2 * one + 1] + chunk * CHUNK
+            if BLOCK == SPAN:
+                sums = ()
+                for _ in tl.static_range(4 * TILES):
+                    sums = sums + (tl.zeros([T], tl.int32),)
+                for k in tl.static_range(SPAN // SHARE):
+                    if HELD:
+                        x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
-                        a0, a1 = (blocks.word(QTYPE, b0, u, p, t, table, PTX),
-                                  blocks.word(QTYPE, b1, u, p, t, table, PTX))  # fmt: skip
-                    scale0, scale1 = blocks.scale(QTYPE, b0, u, p), blocks.scale(QTYPE, b1, u, p)
-                    added = ()
+                        x = _words_of_x(columns, k, None, M, SHARE)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
+                    scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
+                    more = ()
                     for j in tl.static_range(TILES):
-                        x_row = x_words + ((at // 32) * M + tl.minimum(g + 8 * j, M - 1)) * 8 + at % 32 // 4
-                        if SHARE == 2:
-                            x0, x1 = tl.split(tl.load((x_row + 2 * t)[:, None] + pair))
-                            c0, c1, c2, c3 = dots32(a0, a1, a2, a3, x0, x1, PTX)
-                        else:
-                            c0, c1, c2, c3 = dots16(a0, a1, tl.load(x_row + t), PTX)
-                        added = added + (
-                            sums[4 * j] + c0 * scale0, sums[4 * j + 1] + c1 * scale0,
-                            sums[4 * j + 2] + c2 * scale1, sums[4 * j + 3] + c3 * scale1,
+                        more = more + (
+                            sums[4 * j] + dots[4 * j] * scale0, sums[4 * j + 1] + dots[4 * j + 1] * scale0,
+                            sums[4 * j + 2] + dots[4 * j + 2] * scale1, sums[4 * j + 3] + dots[4 * j + 3] * scale1,
                         )  # fmt: skip
-                    sums = added
-            d0, d1 = tl.where(live, blocks.d(QTYPE, b0, 0), 0.0), tl.where(live, blocks.d(QTYPE, b1, 0), 0.0)
-            if OFFSET:  # elements t and t + 4 of two products along the block's 16 sums
-                low0, low1 = tl.where(live, blocks.dmin(QTYPE, b0), 0.0), tl.where(live, blocks.dmin(QTYPE, b1), 0.0)
-                leasts = ()
-                for half in tl.static_range(2):
-                    for v in tl.static_range(half, half + 16, 8):
-                        leasts = leasts + (_leasts(QTYPE, b0, 2 * t + v, PLANES, WIDTH),
-                                           _leasts(QTYPE, b1, 2 * t + v, PLANES, WIDTH))  # fmt: skip
-            added = ()
-            for j in tl.static_range(TILES):
-                f0, f1 = sums[4 * j].to(tl.float32) * d0, sums[4 * j + 1].to(tl.float32) * d0
-                f2, f3 = sums[4 * j + 2].to(tl.float32) * d1, sums[4 * j + 3].to(tl.float32) * d1
+                    sums = more
+                d0, d1 = fragments.d(QTYPE, at0, 0, PTX), fragments.d(QTYPE, at1, 0, PTX)
                 if OFFSET:
-                    s_row = s + (block * M + tl.minimum(g + 8 * j, M - 1)) * 16 + 2 * t
-                    even0, odd0 = tl.split(tl.load(s_row[:, None] + pair))
-                    even1, odd1 = tl.split(tl.load(s_row[:, None] + 8 + pair))
-                    c0, c1, c2, c3 = dots8(leasts[0], leasts[1], leasts[2], leasts[3], even0, even1, PTX)
-                    e0, e1, e2, e3 = dots8(leasts[4], leasts[5], leasts[6], leasts[7], odd0, odd1, PTX)
-                    f0, f1 = f0 + (c0 + e0) * low0, f1 + (c1 + e1) * low0
-                    f2, f3 = f2 + (c2 + e2) * low1, f3 + (c3 + e3) * low1
-                dx = d + block * M
-                dx0 = tl.load(dx + tl.minimum(8 * j + 2 * t, M - 1))
-                dx1 = tl.load(dx + tl.minimum(8 * j + 2 * t + 1, M - 1))
-                added = added + (
-                    acc[4 * j] + f0 * dx0, acc[4 * j + 1] + f1 * dx1,
-                    acc[4 * j + 2] + f2 * dx0, acc[4 * j + 3] + f3 * dx1,
-                )  # fmt: skip
-            acc = added
-    lane = tl.arange(0, 32)
-    for k in tl.static_range(4 * TILES):
-        n = tile * 16 + lane // 4 + k % 4 // 2 * 8
-        m = k // 4 * 8 + lane % 4 * 2 + k % 2
-        result = tl.reduce(tl.reshape(acc[k], [WARPS, 32]), 0, _add)
-        live = (n < N) & (m < M)
-        if bias is not None:
-            result += tl.load(bias + n, mask=n < N, other=0.0)
-        tl.store(y + m * N + n, result.to(y.dtype.element_ty), mask=live)
-        if residual is not None:
-            tl.store(total + m * N + n, result + tl.load(residual + m * N + n, mask=live, other=0.0), mask=live)
+                    low0, low1 = fragments.dmin(at0, PTX), fragments.dmin(at1, PTX)
+                    l0, l2 = fragments.leasts(at0, place, PTX)
+                    l1, l3 = fragments.leasts(at1, place, PTX)
+                if alive is not None:
+                    d0, d1 = tl.where(alive, d0, 0.0), tl.where(alive, d1, 0.0)
+                    if OFFSET:
+                        low0, low1 = tl.where(alive, low0, 0.0), tl.where(alive, low1, 0.0)
+                for j in tl.static_range(TILES):
+                    f0, f1 = sums[4 * j].to(tl.float32) * d0, sums[4 * j + 1].to(tl.float32) * d0
+                    f2, f3 = sums[4 * j + 2].to(tl.float32) * d1, sums[4 * j + 3].to(tl.float32) * d1
+                    if OFFSET:
+                        c0, c1, c2, c3 = dots_of_halves(l0, l1, l2, l3, sx[2 * j], sx[2 * j + 1], PTX)
+                        f0, f1, f2, f3 = f0 + c0 * low0, f1 + c1 * low0, f2 + c2 * low1, f3 + c3 * low1
+                    before = acc[4 * (TILES * one + j) : 4 * (TILES * one + j) + 4]
+                    added = added + (
+                        before[0] + f0 * dx[2 * j], before[1] + f1 * dx[2 * j + 1],
+                        before[2] + f2 * dx[2 * j], before[3] + f3 * dx[2 * j + 1],
+                    )  # fmt: skip
+            else:
+                sums = acc[4 * TILES * one : 4 * TILES * (one + 1)]
+                for k in tl.static_range(SPAN // BLOCK):
+                    block, there = chunk * (SPAN // BLOCK) + k, None
+                    d0, d1 = fragments.d(QTYPE, at0, k, PTX), fragments.d(QTYPE, at1, k, PTX)
+                    if alive is not None:
+                        there = alive & (block < K // BLOCK)
+                        block = tl.minimum(block, K // BLOCK - 1)
+                        d0, d1 = tl.where(there, d0, 0.0), tl.where(there, d1, 0.0)
+                    dx = _scales_of_x(d, block, M, t, TILES)
+                    x = _words_of_x(columns, k, there, M, SHARE)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
+                    more = ()
+                    for j in tl.static_range(TILES):
+                        more = more + (
+                            sums[4 * j] + dots[4 * j].to(tl.float32) * d0 * dx[2 * j],
+                            sums[4 * j + 1] + dots[4 * j + 1].to(tl.float32) * d0 * dx[2 * j + 1],
+                            sums[4 * j + 2] + dots[4 * j + 2].to(tl.float32) * d1 * dx[2 * j],
+                            sums[4 * j + 3] + dots[4 * j + 3].to(tl.float32) * d1 * dx[2 * j + 1],
+                        )  # fmt: skip
+                    sums = more
+                added = added + sums
+        acc = added
+    A: tl.constexpr = 4 * TILES * SETS
+    result = tl.reduce(tl.reshape(_beside(acc, A), [WARPS, 32, A]), 0, _add)
+    lane, k = tl.arange(0, 32)[:, None], tl.arange(0, A)[None, :]
+    n = tile * (16 * SETS) + k // (4 * TILES) * 16 + k % 4 // 2 * 8 + lane // 4
+    m = k // 4 % TILES * 8 + lane % 4 * 2 + k % 2
+    live = (n < N) & (m < M)
+    if bias is not None:
+        result += tl.load(bias + n, mask=n < N, other=0.0)
+    tl.store(y + m * N + n, result.to(y.dtype.element_ty), mask=live)
+    if residual is not None:
+        tl.store(total + m * N + n, result + tl.load(residual + m * N + n, mask=live, other=0.0), mask=live)
 
 
-# Units that share a scale, of the types that this was measured to be faster for. Their blocks are the activation's,
-# with one d, and have a `least` for each 16 elements if any.
-_SHARE = {ggml_types.Q4_K: 2, ggml_types.Q5_K: 2, ggml_types.Q6_K: 1, ggml_types.Q8_0: 2}
+_STRIDE = {  # bytes of a row in a slot, a chunk and what comes before it in its LINE, with few bank conflicts; and LINE
+    ggml_types.Q4_K: (160, 32),
+    ggml_types.Q5_K: (208, 32),
+    ggml_types.Q6_K: (240, 32),
+    ggml_types.Q8_0: (288, 16),
+}
+STAGED = 40 * 1024  # bytes of shared memory of a program
 
 
 def serves(qtype: int) -> bool:
     """Not on AMD's cards, whose cores want other fragments and for which the plain form would be slow."""
-    return qtype in _SHARE and torch.version.hip is None
+    return qtype in fragments.SHARE and torch.version.hip is None
 
 
-def _warps(N: int, K: int) -> int:
-    """Warps that share K: what was fastest on an H200 at the shapes of benchmarks/cuda.py."""
-    return min(8 if K >= 8192 or N < 8192 else 4, triton.next_power_of_2(triton.cdiv(K, SPAN_OF_WARP.value)))
+def shape(qtype: int, M: int, lengths: list[int], K: int) -> tuple[int, int, int]:
+    """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. lengths: rows of each W.
+    WARPS, which the order of sums depends on, are not M's, nor should they be of what else is in a launch."""
+    small = qtype in (ggml_types.Q4_K, ggml_types.Q5_K)
+    warps = 4
+    if K < 8192 and max(lengths) >= 12288 and qtype != ggml_types.Q8_0:
+        warps = 1 if small else 2
+    warps = min(warps, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
+    sets = 2 if M > 8 and sum(lengths) >= (24576 if small else 65536) and warps < 4 else 1
+    return sets, warps, min(4, STAGED // (warps * 16 * _STRIDE[qtype][0]))
 
 
 def launch(
@@ -179,10 +309,14 @@ def launch(
 ) -> None:  # fmt: skip
     """As `few_rows.few_rows_together`; lengths: rows of each matrix; apart: w1 to N2."""
     M, K = a.rows, a.width
-    kind = blocks.layout(qtype)
-    warps = _warps(sum(lengths), K)
-    few_rows_mma_kernel[(sum(triton.cdiv(n, ROWS) for n in lengths),)](
-        y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, *apart, M, lengths[0], K,
-        qtype, qtype in blocks.OFFSETS, *kind[:4], _SHARE[qtype], 1 if M <= 8 else 2, warps, PTX,
+    _, _, block, size, _ = blocks.layout(qtype)
+    stride, line = _STRIDE[qtype]
+    sets, warps, slots = shape(qtype, M, lengths, K)
+    few_rows_mma_kernel[(sum(triton.cdiv(n, 16 * sets) for n in lengths),)](
+        y, a.q, a.d, a.s, w, bias, residual, total, *apart, M, lengths[0], K,
+        qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype],
+        M if M in (2, 4, 8, 16) else 0, 1 if M <= 8 else 2, sets, warps, K % (SPAN.value * warps) == 0,
+        sets > 1 or qtype == ggml_types.Q6_K, slots, stride, line,
+        staging.reservation(warps * slots * 16 * stride), PTX,
         num_warps=warps, **early(w),
     )  # fmt: skip
