@@ -45,6 +45,7 @@ class StepBuffers:
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=not on_cpu)
         self._there = self._host if on_cpu else torch.empty(end, dtype=torch.uint8, device=pool.device)
         self._sent = None if on_cpu else torch.cuda.Event()
+        self._is_sending = False
 
         def views(memory: Tensor) -> dict[str, Tensor]:
             return {
@@ -72,11 +73,13 @@ class StepBuffers:
                     return False
         return True
 
-    def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
-        """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
+    def write(self, sessions: Sequence["Session"], ids: Sequence[int], waits: bool = True) -> None:
+        """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert. waits: the caller
+        waits for the step before it writes the next one; otherwise that does, until this one has been sent."""
         n, rows, page_rows = len(ids), self.rows, self.step.cache.page_rows
-        if self._sent:
-            self._sent.synchronize()  # the step before may not have been read yet
+        if self._is_sending:
+            self._sent.synchronize()
+            self._is_sending = False
         if n < len(rows["row_seq"]):
             for name, values in rows.items():
                 if name == "input_ids":
@@ -95,7 +98,9 @@ class StepBuffers:
                 rows[f"slots{group}"][i] = pages[at // page_rows] * page_rows + at % page_rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
-            self._sent.record()
+            if not waits:
+                self._sent.record()
+                self._is_sending = True
 
 
 class HandedOut:
