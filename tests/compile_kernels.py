@@ -189,6 +189,13 @@ def launches(types: list[str]) -> list:
             functools.partial(dequantize.unpack, w, qtype.id, torch.bfloat16),
             functools.partial(embedding.embedding, slots, w, qtype.id, 1.0),
         ]
+    pair = [torch.zeros(64, ggml_types.by_name(name).row_bytes(1024), dtype=torch.uint8) for name in ("Q4_K", "Q6_K")]
+    calls.append(
+        lambda: few_rows.few_rows_together(
+            quantize_activation.rounded(torch.zeros(1, 1024), ggml_types.Q8_K),
+            *(pair, ggml_types.Q4_K, [x, x], None, None, None, ggml_types.Q6_K),
+        )
+    )
     return [*calls, lambda: embedding.embedding(slots, torch.zeros(9, 128, dtype=torch.uint8), ggml_types.F16, 1.0)]
 
 

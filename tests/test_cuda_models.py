@@ -1,5 +1,8 @@
 """Models on a GPU: the golden cases, sessions, memory. Skipped without one; `make test-cuda` runs them."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -233,6 +236,20 @@ def test_a_hook_is_seen_and_a_changed_weight(oracle):
         assert not torch.equal(muted, plain)
         model.model.norm.weight.mul_(2)
         assert torch.allclose(session.fork().eval([4]), 2 * plain, rtol=1e-3, atol=1e-3)
+        model.model.norm.weight.data = model.model.norm.weight.data * 2  # no epoch tells
+        assert torch.allclose(session.fork().eval([4]), 4 * plain, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_that_leave_are_let_go(oracle):
+    """A captured step reads them where they lie, and holds on to them no longer."""
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    with dl.create_session(model) as session:
+        for token in (1, 2, 3):
+            session.eval([token])
+        places = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
+        model.cpu()
+        gc.collect()
+        assert not any(place() for place in places)
 
 
 def test_logits_are_ones_own(oracle):

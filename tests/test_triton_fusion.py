@@ -15,6 +15,7 @@ from dasllama_torch.ops.paged_attention import paged_attention
 from dasllama_torch.ops.quant_linear import quant_linear
 from dasllama_torch.ops.rms_norm import rms_norm
 from dasllama_torch.ops.rope import rope
+from dasllama_torch.triton_kernels.few_rows import few_rows_native
 from dasllama_torch.triton_kernels.fusion import Fusion
 
 K = 32
@@ -100,6 +101,22 @@ def test_bits_of_products_and_sums():
     for got, want in zip(found, plain, strict=True):
         assert (got - want).abs().max() <= tolerances.TRITON_PRODUCT * 10 * want.abs().max()
     assert torch.equal(found[1], a + found[0])
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_matrices_of_two_types(M):
+    """One row takes them in one launch, in which each row of W is added up as ever."""
+    x = torch.randn(M, 2048, device=DEVICE)
+    weights = [weight("Q4_K", 6, 2048), weight("Q4_K", 5, 2048), weight("Q6_K", 7, 2048), weight("Q5_K", 3, 2048)]
+
+    def f():
+        return [quant_linear(x, *w, None, True) for w in weights]
+
+    found, _, calls = fused(f)
+    for got, w in zip(found, weights, strict=True):
+        assert torch.equal(got, few_rows_native(x, *w, None))
+    together = 3 if M == 1 else 2
+    assert calls["quant_linear"] == {"triton/few_rows_together": together, "triton/few_rows_native": 4 - together}
 
 
 def test_what_changes_in_between_is_seen():

@@ -158,6 +158,39 @@ def _word(b, first: tl.constexpr, i, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _shifted(low, high, bits):
+    """The 32 bits from `bits` on, 0 or 16, of two words."""
+    return ((high.to(tl.uint64) << 32 | low.to(tl.uint64)) >> bits).to(tl.uint32)
+
+
+@triton.jit
+def _run(b, first: tl.constexpr, i):
+    """`_word` of N words in a row [T, N], 2 or 4, for each b [T, 1], even: loads of whole words, half as many.
+
+    The word behind the last is one more load, or the last one again where it holds nothing of it."""
+    T: tl.constexpr = i.shape[0]
+    N: tl.constexpr = i.shape[1]
+    odd = ((b + first % 4).to(tl.uint64) & 2).to(tl.int32)  # bytes past a whole word's address
+    low = tl.load((b - odd + first + 4 * i).to(tl.pointer_type(tl.uint32)))
+    ends = b + odd + first + 4 * i
+    bits = tl.reshape(odd * 8, [T]).to(tl.uint64)
+    if N == 2:
+        _, end = tl.split(ends)
+        w0, w1 = tl.split(low)
+        return tl.join(_shifted(w0, w1, bits), _shifted(w1, tl.load(end.to(tl.pointer_type(tl.uint32))), bits))
+    else:
+        _, end = tl.split(tl.reshape(ends, [T, 2, 2]))
+        _, end = tl.split(end)
+        even, odd = tl.split(tl.reshape(low, [T, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        end = tl.load(end.to(tl.pointer_type(tl.uint32)))
+        even = tl.join(_shifted(w0, w1, bits), _shifted(w2, w3, bits))
+        odd = tl.join(_shifted(w1, w2, bits), _shifted(w3, end, bits))
+        return tl.reshape(tl.join(even, odd), [T, 4])
+
+
+@triton.jit
 def _f16(at):
     return tl.load(at.to(tl.pointer_type(tl.float16))).to(tl.float32)
 
@@ -241,8 +274,9 @@ def _point(table, index):
 
 
 @triton.jit
-def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr):
-    """Four int8 elements of a block: unit u, plane p, word w -> uint32."""
+def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr, RUN: tl.constexpr = False):
+    """Four int8 elements of a block: unit u, plane p, word w -> uint32. RUN: w [T, N] are words in a row of each u, b
+    [T, 1]."""
     pt = 2 * u + w // 2  # points of grids have 8 elements
     half = w % 2
     if QTYPE == Q4_0:
@@ -256,7 +290,7 @@ def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr):
         high = _spread(_word(b, 4, 0, 4) >> 16 * p + 4 * w & 15) << 4
         return _nibbles(_word(b, 8, w, 4), p) | high
     elif QTYPE == Q8_0:
-        return _word(b, 2, 4 * u + w, 2)
+        return _run(b, 2, 4 * u + w) if RUN else _word(b, 2, 4 * u + w, 2)
     elif QTYPE == Q1_0:
         bits = _byte(b + 2 + pt) >> (4 * half).to(tl.uint32) & 15
         return _minus(_spread(bits) << 1, 1)
@@ -282,8 +316,11 @@ def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr):
         high = _word(b, 16, u % 2 * 4 + w, 4) >> (u // 2 * 2 + p).to(tl.uint32) & 0x01010101
         return _nibbles(_word(b, 48, 4 * u + w, 4), p) | high << 4
     elif QTYPE == Q6_K:
-        low = _nibbles(_word(b, 0, u // 2 * 16 + p % 2 * 8 + u % 2 * 4 + w, 2), p // 2)
-        return low << 2 | _pairs(_word(b, 128, 4 * u + w, 2) ^ 0xAAAAAAAA, p) << 6
+        if RUN:
+            low, high = _run(b, 0, u // 2 * 16 + p % 2 * 8 + u % 2 * 4 + w), _run(b, 128, 4 * u + w)
+        else:
+            low, high = _word(b, 0, u // 2 * 16 + p % 2 * 8 + u % 2 * 4 + w, 2), _word(b, 128, 4 * u + w, 2)
+        return _nibbles(low, p // 2) << 2 | _pairs(high ^ 0xAAAAAAAA, p) << 6
     elif QTYPE == TQ2_0:
         return _minus(_pairs(_word(b, 0, 4 * u + w, 2), p), 1)
     elif QTYPE == TQ1_0:  # 32 bytes of five digits, 16 bytes of five, 4 bytes of four

@@ -10,7 +10,8 @@ all ROWS rows of x while it is in a register. From 2 rows on the tensor cores mu
 (`few_rows_mma.py`). In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 
-Up to three matrices with one x may be one launch: their programs follow each other. A residual is added to
+Up to three matrices with one x may be one launch: their programs follow each other, and the last one may be of another
+type. A residual is added to
 what a single one gives, into `total`. With ids, W is one of E matrices: program (., i) multiplies row i // share of x
 by the matrix ids[i], for row i of y. A GPU cannot raise without waiting for it: an id that is none of E gives a row of
 NaN.
@@ -62,26 +63,14 @@ def _beside(acc, first: tl.constexpr, BN: tl.constexpr):
         return tl.reshape(tl.join(even, odd), [even.shape[0], 4])
 
 
-@triton.jit(do_not_specialize=APART)
-def few_rows_native_kernel(
-    y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, R, M, N, K,
+@triton.jit
+def _multiply(
+    y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    WARPS: tl.constexpr, UNROLL: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """q, d and s as `Rounded` has them, of R rows."""
-    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, BN)
-    known, x_row = None, 0
-    if ids is not None:
-        if EARLY:  # ids may be new, too
-            tl.extra.cuda.gdc_wait()
-        id_, known = _named(ids, E)
-        entry = tl.program_id(1).to(tl.int64)
-        packed += id_ * N * (K // BLOCK * BYTES)
-        y += entry * N
-        x_row = entry // share
-        if bias is not None:
-            bias += id_ * N
+    """A program's rows of y."""
     T: tl.constexpr = 32 * WARPS
     PER: tl.constexpr = 4 // WORDS  # threads of a unit
     thread = tl.arange(0, T)
@@ -91,8 +80,9 @@ def few_rows_native_kernel(
     for one in tl.static_range(BN):
         rows = rows + (packed + tl.minimum(tile * BN + one, N - 1).to(tl.int64) * (K // BLOCK * BYTES),)
     if EARLY:  # W is there: the first of it comes nearer while x is being made
-        for one in tl.static_range(BN):
-            prefetch(rows[one] + tl.minimum(thread * 32, K // BLOCK * BYTES - 1))
+        if AHEAD > 0:
+            for one in tl.static_range(BN):
+                prefetch(rows[one], tl.minimum(AHEAD, K // BLOCK * BYTES), thread == 0)
         tl.extra.cuda.gdc_wait()  # and lets nobody begin before it ends: who waits takes the place of who reads
     x_words = q.to(tl.pointer_type(tl.uint32))
     acc = ()
@@ -105,7 +95,7 @@ def few_rows_native_kernel(
         for n in tl.static_range(BN):
             b = rows[n] + at
             for p in tl.static_range(PLANES):
-                words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX),)
+                words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX, True),)
                 scales = scales + (blocks.scale(QTYPE, b, u, p),)
                 leasts = leasts + (blocks.least(QTYPE, b, u, p),)
             ds = ds + (tl.where(live, blocks.d(QTYPE, b, u), 0.0),)
@@ -137,6 +127,51 @@ def few_rows_native_kernel(
     n_out = tile * BN + tl.arange(0, BN)
     for r in tl.static_range(ROWS):
         _store(y, tl.sum(_beside(acc, r * BN, BN), 0), bias, residual, total, r, M, N, n_out, known)
+
+
+@triton.jit(do_not_specialize=[*APART, "other"])
+def few_rows_native_kernel(
+    y, q, d, s, packed, table, bias, residual, total, ids, share, E, w1, w2, y1, y2, N1, N2, other, R, M, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BYTES: tl.constexpr, WORDS: tl.constexpr, QTYPE2: tl.constexpr, OFFSET2: tl.constexpr, PLANES2: tl.constexpr,
+    WIDTH2: tl.constexpr, BLOCK2: tl.constexpr, BYTES2: tl.constexpr, WORDS2: tl.constexpr, MIXED: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """q, d and s as `Rounded` has them, of R rows. MIXED: programs from `other` on have a matrix of QTYPE2.
+
+    AHEAD: bytes of a row, in sixteens, that a program asks for before x is there."""
+    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, BN)
+    known, x_row = None, 0
+    if ids is not None:
+        if EARLY:  # ids may be new, too
+            tl.extra.cuda.gdc_wait()
+        id_, known = _named(ids, E)
+        entry = tl.program_id(1).to(tl.int64)
+        packed += id_ * N * (K // BLOCK * BYTES)
+        y += entry * N
+        x_row = entry // share
+        if bias is not None:
+            bias += id_ * N
+    if MIXED:
+        if tl.program_id(0) >= other:
+            _multiply(
+                y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
+                QTYPE2, OFFSET2, PLANES2, WIDTH2, BLOCK2, BYTES2, WORDS2, SPAN,
+                ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
+            )  # fmt: skip
+        else:
+            _multiply(
+                y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
+                QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, SPAN,
+                ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
+            )  # fmt: skip
+    else:
+        _multiply(
+            y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
+            QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, SPAN,
+            ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -191,33 +226,44 @@ _WORDS = {  # of a unit that a thread holds; one where a type is not named
 }
 
 
-def _tile(rows: int, total: int, K: int, row_bytes: int) -> tuple[int, int, int]:
+def _tile(qtype: int, rows: int, total: int, K: int, row_bytes: int) -> tuple[int, int, int]:
     """BN, WARPS and UNROLL: what was fastest on an H200 at the shapes of benchmarks/cuda.py. total: rows of W in all.
 
     WARPS, which the order of sums depends on, is K's alone."""
     warps = 2 if K >= 8192 else 1
     if rows > 1:
         return 2, warps, 1
-    return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, 2
+    unroll = 1 if qtype == ggml_types.Q4_K or (qtype == ggml_types.Q6_K and warps == 1) else 2
+    return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, unroll
+
+
+_AHEAD = 512  # bytes of a row that a program asks for, at most; with more of them all was slower
+
+
+def _kind(qtype: int) -> tuple[int, ...]:
+    """What a kernel has to know of a type: QTYPE to WORDS."""
+    return qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype)[:4], _WORDS.get(qtype, 1)
 
 
 def _launch(
     a: Rounded, w: Tensor, qtype: int, y: Tensor, lengths: list[int], apart: list[int], bias: Tensor | None,
     residual: Tensor | None = None, total: Tensor | None = None, ids: Tensor | None = None, share: int = 1, E: int = 1,
+    last: int | None = None,
 ) -> None:  # fmt: skip
-    """lengths: rows of the matrices of a launch; apart: w1 to N2 of `few_rows_mma.part`."""
+    """lengths: rows of the matrices of a launch; apart: w1 to N2 of `few_rows_mma.part`; last: the last one's type."""
     M, entries = (a.rows, 1) if ids is None else (1, len(ids))
     with on_device(w):
         if M > 1 and few_rows_mma.serves(qtype):
             few_rows_mma.launch(a, w, qtype, y, bias, residual, total, lengths, apart)
             return
-        rows = rows_for(M)
-        bn, warps, unroll = _tile(rows, sum(lengths) * entries, a.width, w.shape[-1])
-        few_rows_native_kernel[(sum(triton.cdiv(n, bn) for n in lengths), entries)](
+        rows, row_bytes = rows_for(M), w.shape[-1]
+        bn, warps, unroll = _tile(qtype, rows, sum(lengths) * entries, a.width, row_bytes)
+        programs = [triton.cdiv(n, bn) for n in lengths]
+        few_rows_native_kernel[(sum(programs), entries)](
             y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, ids, share, E,
-            *apart, a.rows, M, lengths[0], a.width,
-            qtype, qtype in blocks.OFFSETS, *blocks.layout(qtype)[:4], _WORDS.get(qtype, 1), a.span, rows,
-            bn, warps, unroll, PTX,
+            *apart, sum(programs[:-1]), a.rows, M, lengths[0], a.width,
+            *_kind(qtype), *_kind(qtype if last is None else last), last is not None, a.span, rows,
+            bn, warps, unroll, 0 if (w.data_ptr() | row_bytes) % 16 else _AHEAD, PTX,
             num_warps=warps, **early(w),
         )  # fmt: skip
 
@@ -241,6 +287,11 @@ def few_rows_native(
 PARTS = 3  # matrices of a launch, at most
 
 
+def can_mix(M: int, qtype: int, last: int) -> bool:
+    """Whether a launch may have matrices of one type and a last one of another, of the same lattice."""
+    return M == 1 and {qtype, last} <= {ggml_types.Q4_K, ggml_types.Q5_K, ggml_types.Q6_K}  # those without a table
+
+
 def few_rows_together(
     a: Rounded,
     qweights: list[Tensor],
@@ -249,14 +300,17 @@ def few_rows_together(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    last: int | None = None,
 ) -> None:
     """x [M <= 16, K], as it is rounded, times up to PARTS matrices u8 [N, row_bytes] of one packed type, contiguous and
-    aligned to 16 bytes, into ys f32 [M, N]. bias, and residual and total f32 [M, N], are a single matrix' only."""
+    aligned to 16 bytes, into ys f32 [M, N]. bias, and residual and total f32 [M, N], are a single matrix' only.
+
+    last: the type of the last matrix, where it is another that `can_mix`."""
     y, w, lengths = ys[0], qweights[0], [len(each) for each in qweights]
     places = [[(other.data_ptr() - w.data_ptr()) // 16 for other in qweights[1:]]]
     places += [[(other.data_ptr() - y.data_ptr()) // 4 for other in ys[1:]], lengths[1:]]
     apart = [part for each in places for part in (*each, 0, 0)[: PARTS - 1]]
-    _launch(a, w, qtype, y, lengths, apart, bias, residual, total)
+    _launch(a, w, qtype, y, lengths, apart, bias, residual, total, last=last)
 
 
 def few_rows_float(

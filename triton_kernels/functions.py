@@ -18,6 +18,16 @@ def exp(x):
 
 
 @triton.jit
+def exp_of_negative(x):
+    """e^x for x <= 0 in a third of the instructions: 2^y for y = x log2 e, times 1 + what y has lost of the product."""
+    x = tl.where(x < -104.0, -104.0, x)  # a NaN stays one
+    y = x * 1.4426950408889634
+    lost = tl.fma(x, 1.4426950408889634, -y) + x * 1.925963e-08
+    p = tl.exp2(y)
+    return p + p * (lost * 0.6931471805599453)
+
+
+@triton.jit
 def logistic(x):
     """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + exp(-x))

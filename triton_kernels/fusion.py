@@ -3,7 +3,7 @@
 A dispatch mode sees the ops one by one. Those that it knows it does not launch at once: it makes their results, which
 nobody can read before, and waits for what comes next.
 
-    products of few rows with one x     one rounding of x; matrices of one type in one launch; a sum behind one of them
+    products of few rows with one x     one rounding of x; up to three matrices in one launch; a sum behind one
     norm, gated activation, attention   with the rounding that the product behind them wants
     rotations of q and k                with the writing of k and v
 
@@ -26,7 +26,7 @@ from dasllama_torch.ops.registry import count_call, provide_fusion
 from dasllama_torch.ops.rms_norm import rms_norm as norm_op
 from dasllama_torch.ops.rope import rope as rope_op
 from dasllama_torch.triton_kernels.combine_round import can_round, combine_rounded
-from dasllama_torch.triton_kernels.few_rows import PARTS, few_rows_together
+from dasllama_torch.triton_kernels.few_rows import PARTS, can_mix, few_rows_together
 from dasllama_torch.triton_kernels.fused_round import WIDEST, act_rounded, norm_rounded
 from dasllama_torch.triton_kernels.gated_act import activate
 from dasllama_torch.triton_kernels.kv_write import check_caches
@@ -71,17 +71,23 @@ class _Products:
         run: list[tuple[Tensor, int, Tensor | None, Tensor]] = []
         for item in self.items:
             _, qtype, bias, _ = item
-            if run and (len(run) == PARTS or run[0][1] != qtype or run[0][2] is not None or bias is not None):
+            if run and not (len(run) < PARTS and run[0][2] is bias is None and self._fits(run, qtype)):
                 self._launch(run)
                 run = []
             run.append(item)
         self._launch(run)
 
+    def _fits(self, run, qtype: int) -> bool:
+        """Whether a matrix of this type may follow those of a launch."""
+        first, last = run[0][1], run[-1][1]
+        return first == last and (first == qtype or can_mix(self.a.rows, first, qtype))
+
     def _launch(self, run) -> None:
         weights, qtypes, biases, ys = zip(*run, strict=True)
         for _ in run:
             count_call("quant_linear", "triton/few_rows_together" if len(run) > 1 else "triton/few_rows_native")
-        few_rows_together(self.a, weights, qtypes[0], ys, biases[0], self.residual, self.total)
+        last = None if qtypes[0] == qtypes[-1] else qtypes[-1]
+        few_rows_together(self.a, weights, qtypes[0], ys, biases[0], self.residual, self.total, last)
 
 
 @dataclass

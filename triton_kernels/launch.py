@@ -39,11 +39,14 @@ def await_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
-    """Asks for what lies at `at` to come into the L2 cache. For kernels that are launched early, NVIDIA's alone."""
+def prefetch(at, size, mask):
+    """Asks for `size` bytes from the scalar `at` on, both whole sixteens, to come into the L2 cache; mask [T]: which of
+    a program's threads ask. For kernels that are launched early, NVIDIA's alone."""
+    at, size = tl.broadcast(at, mask)[0], tl.broadcast(size, mask)[0]
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.uint32, is_pure=False, pack=1
-    )
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r,r", [at, size, mask.to(tl.int32)], dtype=tl.uint32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 def on_device(t: Tensor):

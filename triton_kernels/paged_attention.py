@@ -27,7 +27,7 @@ from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
 from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs
-from dasllama_torch.triton_kernels.functions import exp, tanh
+from dasllama_torch.triton_kernels.functions import exp, exp_of_negative, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import await_inputs, check, early, heads_of, on_device
 
@@ -126,7 +126,7 @@ def paged_attention_kernel(
             score = tl.where(seen, score, float("-inf"))
             most = tl.maximum(top, tl.max(score, 1))
             finite = tl.where(most == float("-inf"), 0.0, most)
-            p, shrink = exp(score - finite[:, None]), exp(top - finite)
+            p, shrink = exp_of_negative(score - finite[:, None]), exp_of_negative(top - finite)
             total = total * shrink + tl.sum(p, 1)
             acc = _product(p, v, acc * shrink[:, None])
             top = most
@@ -158,7 +158,7 @@ def merge(acc, top, total, parts, tops, totals, at, dv, Dv, DVP: tl.constexpr, r
     totals_z = tl.load(totals + from_, mask=live, other=0.0)
     most = tl.maximum(top, tl.max(tops_z, 0))
     finite = tl.where(most == float("-inf"), 0.0, most)
-    mine, theirs = exp(top - finite), exp(tops_z - finite[None, :])
+    mine, theirs = exp_of_negative(top - finite), exp_of_negative(tops_z - finite[None, :])
     acc = acc * mine[:, None] + tl.sum(part * theirs[:, :, None], 0)
     return acc, most, total * mine + tl.sum(totals_z * theirs, 0)
 

@@ -62,20 +62,29 @@ class CapturedStep:
         self._handed: list[HandedOut] = []
         self._held = [*model.parameters(), *model.buffers()]
         self._places = [tensor.data_ptr() for tensor in self._held]
+        self._memory = [tensor.untyped_storage() for tensor in self._held]  # which `run` may read once more
         for module in model.modules():
             base.watch(module)
 
     def serves(self, sessions: Sequence["Session"]) -> bool:
-        """Whether the weights lie where they lay (of their `data` no epoch tells), and there is room for all pages."""
-        return self.buffers.fits(sessions) and [tensor.data_ptr() for tensor in self._held] == self._places
+        """Whether there is room for all pages and, where a step cannot be taken back, `is_in_place`."""
+        return self.buffers.fits(sessions) and (not self.buffers.step.cache.states or self.is_in_place)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the weights lie where they lay: of their `data` no epoch tells."""
+        return list(map(torch.Tensor.data_ptr, self._held)) == self._places
 
     @torch.inference_mode()
     def run(
         self, model: "CausalLM", sessions: Sequence["Session"], ids: Sequence[int], on_device: bool = False
-    ) -> list[Tensor]:
-        """Logits f32 [V] after ids[i] at the end of sessions[i], on the CPU; or on_device, which waits for nothing."""
+    ) -> list[Tensor] | None:
+        """Logits f32 [V] after ids[i] at the end of sessions[i], on the CPU; or on_device, which waits for nothing.
+
+        None if the weights are elsewhere now: then only a row of keys and values behind those that count was written.
+        """
         with torch.cuda.device(self._device):
-            self.buffers.write(sessions, ids)
+            self.buffers.write(sessions, ids, waits=not on_device)
             if self._graph is None:
                 registry.count_call("step", "eager")
                 step = self.buffers.step
@@ -85,9 +94,13 @@ class CapturedStep:
                 rows = logits.unbind() if on_device else HandedOut(logits.cpu()).rows
                 self._capture(model)
                 return list(rows[: len(ids)])
+            self._graph.replay()
+            # While the GPU works the host does what it would have to do before.
+            if not self.is_in_place:
+                torch.cuda.current_stream().synchronize()
+                return None
             registry.count_call("step", "captured")
             registry.count_calls(self._calls)
-            self._graph.replay()
             if on_device:
                 return list(self._logits[: len(ids)].clone())
             handed = next((each for each in self._handed if each.is_free), None) or self._more()
@@ -100,14 +113,14 @@ class CapturedStep:
         """Logits f32 [V] on the GPU after a token int64 [] there at the end of a session, and whether the weights are
         still what they were. Waits for nothing; a step that counts is counted then."""
         with torch.cuda.device(self._device):
-            self.buffers.write([session], [0])
+            self.buffers.write([session], [0], waits=False)
             self.buffers.step.input_ids[0, 0].copy_(token)
             self._graph.replay()
             logits = self._logits[0].clone()
         versions = self._versions()
 
         def in_force() -> bool:
-            if self._versions() != versions or not self.serves([session]):
+            if self._versions() != versions or not self.buffers.fits([session]) or not self.is_in_place:
                 return False
             registry.count_call("step", "captured")
             registry.count_calls(self._calls)

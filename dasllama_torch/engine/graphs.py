@@ -139,6 +139,14 @@ def forget(model: "CausalLM") -> None:
     steps_of(model).steps = {}
 
 
+def _forget_all() -> None:
+    for steps in list(_models.values()):
+        steps.steps = {}
+
+
+base.when_moving.append(_forget_all)
+
+
 @contextlib.contextmanager
 def profiled():
     """Context: each recorded step also appends its ops' names and seconds, in order, to the list that this yields."""
@@ -184,7 +192,9 @@ class RecordedSteps:
             rows = 1 << (len(ids) - 1).bit_length()
             step = self.steps.get((pool, rows))
             if step is not None and step.serves(sessions):
-                return step.run(model, sessions, ids, on_device)
+                found = step.run(model, sessions, ids, on_device)
+                if found is not None:
+                    return found
             return self._record(model, pool, sessions, ids, rows, on_device) if record else None
         finally:
             self.lock.release()

@@ -42,6 +42,7 @@ class StepBuffers:
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=not on_cpu)
         self._there = self._host if on_cpu else torch.empty(end, dtype=torch.uint8, device=pool.device)
         self._sent = None if on_cpu else torch.cuda.Event()
+        self._is_sending = False
 
         def views(memory: Tensor) -> dict[str, Tensor]:
             return {
@@ -76,13 +77,15 @@ class StepBuffers:
                     return False
         return True
 
-    def write(self, sessions: Sequence["Session"], ids: Sequence[int]) -> None:
-        """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert."""
+    def write(self, sessions: Sequence["Session"], ids: Sequence[int], waits: bool = True) -> None:
+        """Make the step that of these rows, ids[i] at the end of sessions[i]; the rest become inert. waits: the caller
+        waits for the step before it writes the next one; otherwise that does, until this one has been sent."""
         n, page_rows = len(ids), self.step.cache.page_rows
         none = self.step.n_seqs - n
         nowhere, zeros = [-1] * none, [0] * none
-        if self._sent:
-            self._sent.synchronize()  # the step before may not have been read yet
+        if self._is_sending:
+            self._sent.synchronize()
+            self._is_sending = False
         at, positions, contexts, ends, states = [], [], [], [], []
         for session in sessions:
             end = len(session.tokens)
@@ -105,7 +108,9 @@ class StepBuffers:
         self._numbers.pack_into(self._memory, 0, *numbers)
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
-            self._sent.record()
+            if not waits:
+                self._sent.record()
+                self._is_sending = True
 
 
 class HandedOut:

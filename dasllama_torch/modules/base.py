@@ -2,10 +2,12 @@
 step is no longer what the modules would do."""
 
 import functools
+from collections.abc import Callable
 
 from torch import nn
 
 _epoch = 0
+when_moving: list[Callable[[], object]] = []  # called before tensors of modules move: who holds on to their memory
 
 
 def epoch() -> int:
@@ -91,6 +93,8 @@ class Module(Watched):
 
     def _apply(self, fn, recurse=True):
         _bump()
+        for release in when_moving:
+            release()
 
         def keep_dtype(tensor):
             moved = fn(tensor)
