@@ -235,7 +235,9 @@ def few_rows_mma_kernel(
                     f2, f3 = sums[4 * j + 2].to(tl.float32) * d1, sums[4 * j + 3].to(tl.float32) * d1
                     if OFFSET:
                         c0, c1, c2, c3 = dots_of_halves(l0, l1, l2, l3, sx[2 * j], sx[2 * j + 1], PTX)
-                        f0, f1, f2, f3 = f0 + c0 * low0, f1 + c1 * low0, f2 + c2 * low1, f3 + c3 * low1
+                        # Of a sum of two products a compiler may round either first, here so and there so.
+                        f0, f1 = tl.fma(c0, low0, f0), tl.fma(c1, low0, f1)
+                        f2, f3 = tl.fma(c2, low1, f2), tl.fma(c3, low1, f3)
                     before = acc[4 * (TILES * one + j) : 4 * (TILES * one + j) + 4]
                     added = added + (
                         before[0] + f0 * dx[2 * j], before[1] + f1 * dx[2 * j + 1],
