@@ -74,7 +74,7 @@ class Program:
 
     def run(self, then: "Program | None" = None, seconds: ctypes.Array | None = None) -> None:
         """Do again what was recorded, and behind it what `then` has recorded, on torch's threads. seconds: doubles that
-        take the time of each op.
+        take the time of each op of both.
 
         Raises KernelError for what an op refuses: an id or page out of range.
         """

@@ -24,7 +24,7 @@ from tolerances import (
 
 import dasllama_torch as dl
 from dasllama_torch import sampling
-from dasllama_torch.engine import graphs, lookahead, placement
+from dasllama_torch.engine import graphs, lookahead, placement, runner
 from dasllama_torch.ops import registry, report, reset_report
 
 absent_gpu()
@@ -246,6 +246,9 @@ def test_weights_that_leave_are_let_go(oracle):
     with dl.create_session(model) as session:
         for token in (1, 2, 3):
             session.eval([token])
+        runner.run([session], [[4]], runner.ON_DEVICE)
+        session.sample(dl.SamplingParams(temp=0), ahead=True)
+        assert session.ahead  # as a stream leaves it that has ended
         places = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
         model.cpu()
         gc.collect()

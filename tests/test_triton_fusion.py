@@ -103,11 +103,12 @@ def test_bits_of_products_and_sums():
     assert torch.equal(found[1], a + found[0])
 
 
-@pytest.mark.parametrize("M", [1, 2])
-def test_matrices_of_two_types(M):
-    """One row takes them in one launch, in which each row of W is added up as ever."""
-    x = torch.randn(M, 2048, device=DEVICE)
-    weights = [weight("Q4_K", 6, 2048), weight("Q4_K", 5, 2048), weight("Q6_K", 7, 2048), weight("Q5_K", 3, 2048)]
+@pytest.mark.parametrize(("M", "K"), [(1, 2048), (2, 2048), (1, 768)])
+def test_matrices_of_two_types(M, K):
+    """One row takes them in one launch, in which each row of W is added up as ever; also where those of the last one do
+    not begin at multiples of 16 bytes, as Q6_K's of 768."""
+    x = torch.randn(M, K, device=DEVICE)
+    weights = [weight("Q4_K", 6, K), weight("Q4_K", 5, K), weight("Q6_K", 7, K), weight("Q5_K", 3, K)]
 
     def f():
         return [quant_linear(x, *w, None, True) for w in weights]

@@ -11,10 +11,9 @@ all ROWS rows of x while it is in a register. From 2 rows on the tensor cores mu
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 
 Up to three matrices with one x may be one launch: their programs follow each other, and the last one may be of another
-type. A residual is added to
-what a single one gives, into `total`. With ids, W is one of E matrices: program (., i) multiplies row i // share of x
-by the matrix ids[i], for row i of y. A GPU cannot raise without waiting for it: an id that is none of E gives a row of
-NaN.
+type. A residual is added to what a single one gives, into `total`. With ids, W is one of E matrices: program (., i)
+multiplies row i // share of x by the matrix ids[i], for row i of y. A GPU cannot raise without waiting for it: an id
+that is none of E gives a row of NaN.
 """
 
 import torch
@@ -237,7 +236,7 @@ def _tile(qtype: int, rows: int, total: int, K: int, row_bytes: int) -> tuple[in
     return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, unroll
 
 
-_AHEAD = 512  # bytes of a row that a program asks for, at most; with more of them all was slower
+_AHEAD = 512  # bytes of a row that a program asks for, at most, from a multiple of 16; with more all was slower
 
 
 def _kind(qtype: int) -> tuple[int, ...]:
@@ -257,13 +256,14 @@ def _launch(
             few_rows_mma.launch(a, w, qtype, y, bias, residual, total, lengths, apart)
             return
         rows, row_bytes = rows_for(M), w.shape[-1]
+        last_bytes = row_bytes if last is None else ggml_types.GGML_TYPES[last].row_bytes(a.width)
         bn, warps, unroll = _tile(qtype, rows, sum(lengths) * entries, a.width, row_bytes)
         programs = [triton.cdiv(n, bn) for n in lengths]
         few_rows_native_kernel[(sum(programs), entries)](
             y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, ids, share, E,
             *apart, sum(programs[:-1]), a.rows, M, lengths[0], a.width,
             *_kind(qtype), *_kind(qtype if last is None else last), last is not None, a.span, rows,
-            bn, warps, unroll, 0 if (w.data_ptr() | row_bytes) % 16 else _AHEAD, PTX,
+            bn, warps, unroll, 0 if (w.data_ptr() | row_bytes | last_bytes) % 16 else _AHEAD, PTX,
             num_warps=warps, **early(w),
         )  # fmt: skip
 

@@ -295,7 +295,7 @@ def serves(qtype: int) -> bool:
 
 def shape(qtype: int, M: int, lengths: list[int], K: int) -> tuple[int, int, int]:
     """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. lengths: rows of each W.
-    WARPS, which the order of sums depends on, are not M's, nor should they be of what else is in a launch."""
+    WARPS, which the order of sums depends on, are not M's; of a launch they are its longest matrix'."""
     small = qtype in (ggml_types.Q4_K, ggml_types.Q5_K)
     warps = 4
     if K < 8192 and max(lengths) >= 12288 and qtype != ggml_types.Q8_0:

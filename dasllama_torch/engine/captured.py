@@ -2,6 +2,7 @@
 launches one thing in place of hundreds."""
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -49,7 +50,8 @@ class CapturedStep:
     """A graph from a step's tensors to logits, which are copied to the host, or on the GPU where nobody there asks.
 
     refused: why there is none, or "". The first `run` evaluates the step by its modules, which compiles what kernels
-    are still missing, and captures it afterwards.
+    are still missing, and captures it afterwards. It holds on to the weights' memory until modules move or a step finds
+    them elsewhere.
     """
 
     def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
@@ -117,13 +119,14 @@ class CapturedStep:
             self.buffers.step.input_ids[0, 0].copy_(token)
             self._graph.replay()
             logits = self._logits[0].clone()
-        versions = self._versions()
+        versions, begun = self._versions(), weakref.ref(self)  # who keeps what was begun keeps no weights
 
         def in_force() -> bool:
-            if self._versions() != versions or not self.buffers.fits([session]) or not self.is_in_place:
+            step = begun()
+            if step is None or step._versions() != versions or not step.buffers.fits([session]) or not step.is_in_place:
                 return False
             registry.count_call("step", "captured")
-            registry.count_calls(self._calls)
+            registry.count_calls(step._calls)
             return True
 
         return logits, in_force

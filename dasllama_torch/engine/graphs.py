@@ -215,15 +215,15 @@ class RecordedSteps:
         self.look_at(model)
         if not self.clear:
             return None
-        kind = _RecordedStep if pool.device.type == "cpu" else CapturedStep
+        kind, steps = _RecordedStep if pool.device.type == "cpu" else CapturedStep, self.steps
         step = kind(model, pool, *_size(sessions))
         logits = step.run(model, sessions, ids, on_device)
         if step.refused:
             self.obstacle = _Obstacle(step.refused)
         else:
-            if len(self.steps) == MAX_STEPS:
-                self.steps.pop(next(iter(self.steps)))
-            self.steps[pool, rows] = step
+            if len(steps) == MAX_STEPS:
+                steps.pop(next(iter(steps)))
+            steps[pool, rows] = step  # forgotten with the others if modules have moved meanwhile
         return logits
 
 

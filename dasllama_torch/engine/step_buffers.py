@@ -65,7 +65,6 @@ class StepBuffers:
         ]
         self.step = Step(n_seqs=rows, cache=pool, tables=tuple(tables), logit_rows=None, **parts)  # all rows' logits
         self.blocks, self._devices = blocks, pool.devices
-        self.write((), ())
 
     def fits(self, sessions: Sequence["Session"]) -> bool:
         """Whether there is room for all their pages, and the pool has not moved."""
@@ -101,8 +100,8 @@ class StepBuffers:
             for i, session in enumerate(sessions):
                 pages = session.sequence.tables[group]
                 if held[i] != pages:
-                    held[i] = pages.copy()
                     table[i, : len(pages)] = pages
+                    held[i] = pages.copy()
                 numbers.append(pages[at[i] // page_rows] * page_rows + at[i] % page_rows)
             numbers += nowhere
         self._numbers.pack_into(self._memory, 0, *numbers)

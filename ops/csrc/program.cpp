@@ -66,7 +66,8 @@ DASLLAMA_EXPORT void dasllama_program_free(void* program) {
 }
 
 // Runs a program, and behind it another one if there is, on torch's threads, all of them for the whole of it. seconds:
-// null, or takes the time of each op. Returns null, or what went wrong; the text lives until the thread's next call.
+// null, or takes the time of each op of both. Returns null, or what went wrong; the text lives until the thread's next
+// call.
 DASLLAMA_EXPORT const char* dasllama_program_run(const void* program, const void* then, double* seconds) {
   try {
     const Program* programs[] = {static_cast<const Program*>(program), static_cast<const Program*>(then)};

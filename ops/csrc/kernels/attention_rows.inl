@@ -55,7 +55,8 @@ struct Block {
 };
 
 // The block that is read after the present one. It is asked for bit by bit, in its order, while that one is multiplied:
-// requests for all of it at once would be answered one after the other, with nothing else done meanwhile.
+// requests for all of it at once would be answered one after the other, with nothing else done meanwhile. (What packed
+// keys leave to ask for is little, and goes at once.)
 struct Ahead {
   const char* rows;
   int64_t each;  // bytes to ask for with each key; none: 0

@@ -88,7 +88,9 @@ DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
 // Four, eight or sixteen bytes of each row, as ints with a lane per row. Plain loads and shuffles: on many processors a
 // gather takes longer than eight of them.
 DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  const auto row = [&](int r) __attribute__((always_inline)) { return _mm_loadu_si32(base + offset.of[r]); };
+  const auto row = [&](int r) __attribute__((always_inline)) {
+    return _mm_cvtsi32_si128(static_cast<int>(load_u32(base + offset.of[r])));
+  };
   const auto four = [&](int r) __attribute__((always_inline)) {
     return _mm_unpacklo_epi64(_mm_unpacklo_epi32(row(r), row(r + 1)), _mm_unpacklo_epi32(row(r + 2), row(r + 3)));
   };

@@ -19,7 +19,8 @@ constexpr int64_t kNear = 24 << 10, kFar = 128 << 10;  // bytes: what first-leve
 struct Strip {
   const uint8_t* row[kLanes];
   Offsets offset;  // of each row from the first
-  int64_t row_bytes, ahead, along;  // from what is read to what to ask the memory for
+  int64_t row_bytes;
+  int64_t ahead, along;  // row[0] + ahead is asked for first; along: bytes further for each byte of a row that is read
 
   Strip(const uint8_t* w, int64_t row_bytes, int64_t first, int64_t N) : row_bytes(row_bytes) {
     alignas(64) int32_t offsets[kLanes];
