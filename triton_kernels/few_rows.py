@@ -153,18 +153,15 @@ def few_rows_native_kernel(
         if bias is not None:
             bias += id_ * N
     if MIXED:
-        if tl.program_id(0) >= other:
-            _multiply(
-                y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
-                QTYPE2, OFFSET2, PLANES2, WIDTH2, BLOCK2, BYTES2, WORDS2, SPAN,
-                ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
-            )  # fmt: skip
-        else:
-            _multiply(
-                y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
-                QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, SPAN,
-                ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
-            )  # fmt: skip
+        is_other = tl.program_id(0) >= other
+    else:
+        is_other: tl.constexpr = False
+    if is_other:
+        _multiply(
+            y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
+            QTYPE2, OFFSET2, PLANES2, WIDTH2, BLOCK2, BYTES2, WORDS2, SPAN,
+            ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
+        )  # fmt: skip
     else:
         _multiply(
             y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,

@@ -10,8 +10,6 @@ Masses are whole multiples of 2^-40 of the likeliest token's: sums are exact in 
 repeats. A token less likely than that has none, which takes less than 3e-7 from the probability of the others together.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from dasllama_torch.ops.sample_token import sample_token as op
 from dasllama_torch.triton_kernels.functions import exp
 from dasllama_torch.triton_kernels.launch import on_device
 from dasllama_torch.triton_kernels.ordering import LAST, of_order, ordered, rank
-from dasllama_torch.triton_kernels.rehearsal import rehearsing
+from dasllama_torch.triton_kernels.rehearsal import rehearsed
 
 BLOCK = 4096
 SEEN = 64  # of the tokens seen, a program's
@@ -219,6 +217,7 @@ def draw_kernel(
 
 
 @implement(op, "CUDA")
+@rehearsed
 def sample_token(
     logits: Tensor,
     seen: Tensor,
@@ -233,23 +232,6 @@ def sample_token(
 ) -> Tensor:
     check(logits, seen, temp, top_k, top_p, min_p, draw)
     count_call("sample_token", "triton")
-    args = (logits, seen, repetition_penalty, presence_penalty, frequency_penalty, temp, top_k, top_p, min_p, draw)
-    with rehearsing(functools.partial(_draw, *args)):
-        return _draw(*args)
-
-
-def _draw(
-    logits: Tensor,
-    seen: Tensor,
-    repetition_penalty: float,
-    presence_penalty: float,
-    frequency_penalty: float,
-    temp: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    draw: float,
-) -> Tensor:
     x, V = logits.contiguous(), len(logits)
     n_blocks = triton.cdiv(V, BLOCK)
     PARTS = triton.next_power_of_2(max(n_blocks, 2))

@@ -90,15 +90,12 @@ def sharing(model: "CausalLM", rehearse: Callable[[], object] | None = None):
     """Context for a forward by the modules themselves: where nothing but their ops happens, one rounding of an
     activation serves all weights that take it (`quant_linear.shared_activations`), and `rehearse` may do the forward
     for kernels that are missing (`registry.preparing`)."""
-    if not _is_clear(model):
+    with contextlib.ExitStack() as stack:
+        if _is_clear(model):
+            stack.enter_context(shared_activations())
+            if rehearse is not None:
+                stack.enter_context(registry.preparing(model.device, rehearse))
         yield
-        return
-    with shared_activations():
-        if rehearse is None:
-            yield
-            return
-        with registry.preparing(model.device, rehearse):
-            yield
 
 
 def rehearse_step(sessions: Sequence["Session"]) -> None:

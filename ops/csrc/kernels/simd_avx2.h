@@ -80,6 +80,15 @@ DASLLAMA_INLINE Ints repeat_unit(__m128i unit) { return _mm256_broadcastsi128_si
 DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
   return _mm256_permute4x64_epi64(_mm256_castsi128_si256(load_unit(p)), 0x50);
 }
+// Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
+DASLLAMA_INLINE void transpose_quad(Ints* v) {
+  const Ints a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+  const Ints c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm256_unpacklo_epi64(a, b);
+  v[1] = _mm256_unpackhi_epi64(a, b);
+  v[2] = _mm256_unpacklo_epi64(c, d);
+  v[3] = _mm256_unpackhi_epi64(c, d);
+}
 DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
   Offsets offset;
   for (int r = 0; r < 8; r++) offset.of[r] = p[r];
@@ -111,13 +120,8 @@ DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, In
   const auto row = [&](int r) __attribute__((always_inline)) {
     return join_units({load_unit(base + offset.of[r]), load_unit(base + offset.of[r + 4])});
   };
-  const Ints a = row(0), b = row(1), c = row(2), d = row(3);
-  const Ints ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
-  const Ints AB = _mm256_unpackhi_epi32(a, b), CD = _mm256_unpackhi_epi32(c, d);
-  out[0] = _mm256_unpacklo_epi64(ab, cd);
-  out[1] = _mm256_unpackhi_epi64(ab, cd);
-  out[2] = _mm256_unpacklo_epi64(AB, CD);
-  out[3] = _mm256_unpackhi_epi64(AB, CD);
+  for (int r = 0; r < 4; r++) out[r] = row(r);
+  transpose_quad(out);
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
@@ -206,15 +210,6 @@ DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const Ints low = _mm256_unpacklo_epi64(ab, cd), high = _mm256_unpackhi_epi64(ab, cd);
   if constexpr (kFits >= 4) return widen(_mm256_add_epi16(low, high));
   return kFits >= 2 ? add(widen(low), widen(high)) : add(low, high);
-}
-// Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
-DASLLAMA_INLINE void transpose_quad(Ints* v) {
-  const Ints a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
-  const Ints c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
-  v[0] = _mm256_unpacklo_epi64(a, b);
-  v[1] = _mm256_unpackhi_epi64(a, b);
-  v[2] = _mm256_unpacklo_epi64(c, d);
-  v[3] = _mm256_unpackhi_epi64(c, d);
 }
 // Unit i of v[j] changes places with unit j of v[i].
 DASLLAMA_INLINE void transpose_units(Ints* v) {

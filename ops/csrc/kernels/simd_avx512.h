@@ -79,6 +79,15 @@ DASLLAMA_INLINE Ints load_halves_twice(const uint8_t* p) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_permutexvar_epi64(_mm512_set_epi64(3, 3, 2, 2, 1, 1, 0, 0), _mm512_castsi256_si512(halves));
 }
+// Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
+DASLLAMA_INLINE void transpose_quad(Ints* v) {
+  const Ints a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+  const Ints c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm512_unpacklo_epi64(a, b);
+  v[1] = _mm512_unpackhi_epi64(a, b);
+  v[2] = _mm512_unpacklo_epi64(c, d);
+  v[3] = _mm512_unpackhi_epi64(c, d);
+}
 DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
   Offsets offset;
   offset.lanes = load_ints(p);
@@ -107,13 +116,8 @@ DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, In
     const auto unit = [&](int i) __attribute__((always_inline)) { return load_unit(base + offset.of[i]); };
     return join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)});
   };
-  const Ints a = row(0), b = row(1), c = row(2), d = row(3);
-  const Ints ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-  const Ints AB = _mm512_unpackhi_epi32(a, b), CD = _mm512_unpackhi_epi32(c, d);
-  out[0] = _mm512_unpacklo_epi64(ab, cd);
-  out[1] = _mm512_unpackhi_epi64(ab, cd);
-  out[2] = _mm512_unpacklo_epi64(AB, CD);
-  out[3] = _mm512_unpackhi_epi64(AB, CD);
+  for (int r = 0; r < 4; r++) out[r] = row(r);
+  transpose_quad(out);
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
@@ -178,15 +182,6 @@ DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
   const Ints ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
   const Ints cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
   return add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-}
-// Four rows of units -> v[i] holds, in each unit, the four rows' i-th 32 bits.
-DASLLAMA_INLINE void transpose_quad(Ints* v) {
-  const Ints a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
-  const Ints c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-  v[0] = _mm512_unpacklo_epi64(a, b);
-  v[1] = _mm512_unpackhi_epi64(a, b);
-  v[2] = _mm512_unpacklo_epi64(c, d);
-  v[3] = _mm512_unpackhi_epi64(c, d);
 }
 // Unit i of v[j] changes places with unit j of v[i].
 DASLLAMA_INLINE void transpose_units(Ints* v) {
