@@ -52,6 +52,6 @@ def combine_rounded(shared: Shared, lattice: int) -> Rounded:
         combine_round_kernel[(M, H // heads)](
             shared.out, a.q, a.d, a.s, shared.sums, shared.tops, shared.totals, shared.sinks, M, H, splits,
             lattice, a.span, heads, Dv, shared.chunk,
-            num_warps=4 * heads, enable_fp_fusion=ROUNDS, **early(shared.out),
+            num_warps=4, enable_fp_fusion=ROUNDS, **early(shared.out),
         )  # fmt: skip
     return a

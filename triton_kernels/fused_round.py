@@ -17,20 +17,22 @@ WIDEST = 16384  # columns of a norm that a program holds in registers
 
 @triton.jit
 def norm_round_kernel(
-    y, q, d, s, x, weight, M, C, eps,
-    LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    y, q, d, s, x, weight, M, C, eps, LATTICE: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
+    ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program owns a row of C columns, in BLOCKS blocks or fewer."""
+    """A program owns BLOCKS blocks of a row of C <= ALL columns, and reads all of it: there are few rows, and one
+    program to each would take longer than what they all read again."""
     m = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     live = block < C // SPAN
-    at = block[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    at, column = block[:, None] * SPAN + tl.arange(0, SPAN)[None, :], tl.arange(0, ALL)
     gain = 1.0
     if weight is not None:
         gain = tl.load(weight + at, mask=live[:, None], other=0.0)
     await_inputs(EARLY)
     v = tl.load(x + m * C + at, mask=live[:, None], other=0.0)
-    v *= tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / C + eps) * gain
+    row = tl.load(x + m * C + column, mask=column < C, other=0.0)
+    v *= tl.rsqrt(tl.sum(row * row, 0) / C + eps) * gain
     tl.store(y + m * C + at, v, mask=live[:, None])
     round_blocks(v, q, d, s, m, block, live, M, LATTICE, SPAN, BLOCKS)
 
@@ -60,11 +62,11 @@ def act_round_kernel(
 def norm_rounded(y: Tensor, x: Tensor, weight: Tensor | None, eps: float, lattice: int) -> Rounded:
     """The norm of x f32 [M, C <= WIDEST] into y, both contiguous, and y on a lattice of integers that divides C."""
     (M, C), a = x.shape, unrounded(*x.shape, lattice, x.device)
-    count = triton.next_power_of_2(C // a.span)
+    count, all_of_it = 256 // a.span, triton.next_power_of_2(C)
     with on_device(x):
-        norm_round_kernel[(M,)](
-            y, a.q, a.d, a.s, x, weight, M, C, eps, lattice, a.span, count,
-            num_warps=max(1, min(16, count * a.span // 256)), enable_fp_fusion=ROUNDS, **early(x),
+        norm_round_kernel[(M, triton.cdiv(C // a.span, count))](
+            y, a.q, a.d, a.s, x, weight, M, C, eps, lattice, a.span, count, all_of_it,
+            num_warps=max(1, min(16, all_of_it // 1024)), enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
     return a
 
@@ -72,7 +74,7 @@ def norm_rounded(y: Tensor, x: Tensor, weight: Tensor | None, eps: float, lattic
 def act_rounded(y: Tensor, gate: Tensor, up: Tensor, act: int, lattice: int) -> Rounded:
     """act(gate) * up of f32 [M, C], rows contiguous, into y, contiguous, and y on a lattice that divides C."""
     (M, C), a = gate.shape, unrounded(*gate.shape, lattice, gate.device)
-    count = 1024 // a.span
+    count = 512 // a.span
     with on_device(gate):
         act_round_kernel[(M, triton.cdiv(C // a.span, count))](
             y, a.q, a.d, a.s, gate, gate.stride(0), up, up.stride(0), M, C, act, lattice, a.span, count,

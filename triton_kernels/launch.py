@@ -32,10 +32,13 @@ def early(t: Tensor) -> dict[str, bool]:
 
 @triton.jit
 def await_inputs(EARLY: tl.constexpr):
-    """Lets the next launch take its place on the card, and waits for the results of the one before."""
+    """Waits for the results of the launch before, and lets the next one take its place on the card.
+
+    In this order: a launch that came while the one before this one still ran would find most room where that has ended
+    first, and have its programs unevenly spread, for as long as they last."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
