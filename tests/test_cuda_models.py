@@ -223,6 +223,27 @@ def test_captured_steps_are_the_modules(name, quantized, oracle, q8_0, monkeypat
         assert difference <= (CUDA_FUSED if quantized else 1e-5), difference
 
 
+def test_captured_steps_of_several_rooms(oracle, monkeypatch):
+    """How much a session holds decides which one it takes, whatever another one has taken before."""
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", mode="fp32", device="cuda")
+    monkeypatch.setattr(graphs, "LEAST_ROOM", 1)
+
+    def run(enabled: bool) -> torch.Tensor:
+        monkeypatch.setattr(graphs, "enabled", enabled)
+        reset_report()
+        with dl.create_session(model, n_ctx=1000) as longer, dl.create_session(model, n_ctx=200) as other:
+            longer.eval(text(5, 50))
+            other.eval(text(6, 5))
+            order = [*[longer] * 30, *[other] * 3, *[longer] * 2]
+            return torch.stack([session.eval([7 + i]) for i, session in enumerate(order)])
+
+    found = run(True)
+    assert report()["step"] == {"eager": 4, "captured": 33}  # two prompts, and the first step of each room
+    assert {blocks for _, _, blocks in graphs.steps_of(model).steps} == {1, 4}
+    wanted = run(False)
+    assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean() <= 1e-5
+
+
 def test_a_hook_is_seen_and_a_changed_weight(oracle):
     model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
     with dl.create_session(model) as session:
