@@ -1,5 +1,5 @@
-"""Memory of a CUDA device: how much there is, address space that memory is put behind as it is wanted, and the way of
-weights there from the host."""
+"""Memory of a CUDA device: how much there is, address space that memory is put behind as it is wanted, the way of
+weights there from the host, and that of a number back."""
 
 import ctypes
 import functools
@@ -135,6 +135,40 @@ def _unmap(base: int, granule: int, granules: set[int], device: torch.device) ->
 def _give_back(base: int, size: int, granule: int, granules: set[int], device: torch.device) -> None:
     _unmap(base, granule, granules, device)
     _call("MemAddressFree", ctypes.c_uint64(base), ctypes.c_size_t(size))
+
+
+# ---- a result -------------------------------------------------------------------------------------------------------
+
+
+class HostNumber:
+    """An int64 on the host, where the current CUDA device leaves a result. memory: it, int64 [], which must stay until
+    what was written is there."""
+
+    def __init__(self):
+        self.memory = torch.empty((), dtype=torch.int64, pin_memory=True)
+        seen = torch.as_tensor(_Seen(self.memory), device=torch.cuda.current_device())
+        # Memory that was pinned for another device is another one's to see: torch has made a copy.
+        self._seen = seen if seen.data_ptr() == self.memory.data_ptr() else None
+
+    @torch.inference_mode()
+    def write(self, number: Tensor) -> None:
+        """Have the device bring a number here, behind what it was given so far. A kernel does: a copy is another
+        engine's work, and to hand over to that and back takes longer."""
+        if self._seen is None:
+            self.memory.copy_(number, non_blocking=True)
+        else:
+            torch.bitwise_or(number, 0, out=self._seen)
+
+
+class _Seen:
+    """What makes torch take a pinned int64 [] for a tensor of the device that sees it."""
+
+    def __init__(self, memory: Tensor):
+        self._memory = memory
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        return {"shape": (), "typestr": "<i8", "data": (self._memory.data_ptr(), False), "version": 2}
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

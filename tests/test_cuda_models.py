@@ -24,6 +24,7 @@ from tolerances import (
 
 import dasllama_torch as dl
 from dasllama_torch import sampling
+from dasllama_torch.device_memory import HostNumber
 from dasllama_torch.engine import graphs, lookahead, placement, runner
 from dasllama_torch.ops import registry, report, reset_report
 
@@ -222,6 +223,27 @@ def test_captured_steps_are_the_modules(name, quantized, oracle, q8_0, monkeypat
         assert difference <= (CUDA_FUSED if quantized else 1e-5), difference
 
 
+def test_captured_steps_of_several_rooms(oracle, monkeypatch):
+    """How much a session holds decides which one it takes, whatever another one has taken before."""
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", mode="fp32", device="cuda")
+    monkeypatch.setattr(graphs, "LEAST_ROOM", 1)
+
+    def run(enabled: bool) -> torch.Tensor:
+        monkeypatch.setattr(graphs, "enabled", enabled)
+        reset_report()
+        with dl.create_session(model, n_ctx=1000) as longer, dl.create_session(model, n_ctx=200) as other:
+            longer.eval(text(5, 50))
+            other.eval(text(6, 5))
+            order = [*[longer] * 30, *[other] * 3, *[longer] * 2]
+            return torch.stack([session.eval([7 + i]) for i, session in enumerate(order)])
+
+    found = run(True)
+    assert report()["step"] == {"eager": 4, "captured": 33}  # two prompts, and the first step of each room
+    assert {blocks for _, _, blocks in graphs.steps_of(model).steps} == {1, 4}
+    wanted = run(False)
+    assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean() <= 1e-5
+
+
 def test_a_hook_is_seen_and_a_changed_weight(oracle):
     model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
     with dl.create_session(model) as session:
@@ -238,6 +260,38 @@ def test_a_hook_is_seen_and_a_changed_weight(oracle):
         assert torch.allclose(session.fork().eval([4]), 2 * plain, rtol=1e-3, atol=1e-3)
         model.model.norm.weight.data = model.model.norm.weight.data * 2  # no epoch tells
         assert torch.allclose(session.fork().eval([4]), 4 * plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next"])
+def test_weights_of_a_recurrent_model_that_lie_elsewhere(name, oracle, monkeypatch):
+    """A captured step that began with what lay there before could not be taken back: the states have changed."""
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32", device="cuda")
+    norm = model.model.layers[0].input_layernorm.weight
+
+    def run(enabled: bool) -> torch.Tensor:
+        monkeypatch.setattr(graphs, "enabled", enabled)
+        reset_report()
+        with dl.create_session(model) as session:
+            rows = []
+            for token in range(1, 12):
+                if token in (5, 8):
+                    norm.data = norm.data * (2 if token == 5 else 0.5)  # no epoch tells
+                rows.append(session.eval([token]))
+        return torch.stack(rows).log_softmax(-1)
+
+    wanted = run(False)
+    found = run(True)
+    assert report()["step"] == {"eager": 3, "captured": 8}
+    assert (found - wanted).abs().mean() <= 1e-5
+
+
+def test_a_number_comes_to_the_host():
+    there = HostNumber()
+    for number in (0, -1, 2**40 + 3):
+        there.write(torch.tensor(number, device="cuda"))
+        torch.cuda.synchronize()
+        assert int(there.memory) == number
+    assert there._seen is not None  # by a kernel
 
 
 def test_weights_that_leave_are_let_go(oracle):

@@ -531,3 +531,12 @@ def test_a_hook_may_write_to_what_others_take(q8_0, eager):
     assert torch.equal(doubled, eager(prefill))
     hook.remove()
     assert torch.equal(prefill(), plain)
+
+
+@pytest.mark.parametrize(
+    ("held", "most", "room"),
+    [(0, 1, 8), (1, 300, 8), (8, 300, 8), (9, 300, 32), (32, 300, 32), (33, 300, 128), (129, 131, 131), (9, 10, 10)],
+)
+def test_room_of_a_captured_step(held, most, room):
+    """One for all sessions that hold little; beyond, never more than they may come to hold."""
+    assert graphs._room(held, most) == room

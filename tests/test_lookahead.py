@@ -24,7 +24,7 @@ def begun(monkeypatch):
         return logits, lambda: base.epoch() == epoch
 
     monkeypatch.setattr(lookahead, "is_possible", lambda logits: True)
-    monkeypatch.setattr(lookahead, "_sent", lambda token: lambda: int(token))
+    monkeypatch.setattr(lookahead, "_sent", lambda session, token: lambda: int(token))
     monkeypatch.setattr(graphs, "begin", begin)
     return tokens
 

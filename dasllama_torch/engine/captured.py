@@ -57,7 +57,7 @@ class CapturedStep:
     def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
         self.buffers = StepBuffers(pool, rows, blocks)
         self.refused = ""
-        self._device = pool.device
+        self._device, self._first_id = pool.device, self.buffers.step.input_ids[0, 0]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None  # [rows, V], where the graph writes them
         self._calls: Counter[tuple[str, str]] = Counter()  # of ops within it
@@ -116,7 +116,7 @@ class CapturedStep:
         still what they were. Waits for nothing; a step that counts is counted then."""
         with torch.cuda.device(self._device):
             self.buffers.write([session], [0], waits=False)
-            self.buffers.step.input_ids[0, 0].copy_(token)
+            self._first_id.copy_(token)
             self._graph.replay()
             logits = self._logits[0].clone()
         versions, begun = self._versions(), weakref.ref(self)  # who keeps what was begun keeps no weights

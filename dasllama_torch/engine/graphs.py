@@ -12,7 +12,8 @@ What a recorded step leaves out that the modules do: roundings of an activation 
 Prompts leave out the same (`sharing`), under the same conditions; their modules run as they are.
 
 On a GPU the step is captured instead (`captured.py`), of up to 64 rows, under the same conditions and "captured" in the
-report.
+report. What it launches depends on the room that it has for pages, so there is one for sessions that hold little, and
+others for those that hold four times as much, and so on.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops hardly counts
 MAX_CAPTURED_ROWS = 64  # of a captured one
-MAX_STEPS = 8  # recorded steps of one model that are kept
+MAX_STEPS = 16  # recorded steps of one model that are kept
+LEAST_ROOM = 8  # pages of each of a captured step's sequences; the next rooms are four times as large each
 MAX_HEADS = 4  # of a recorded step; a stream needs two, as its logits last until the next are there
 
 enabled = True  # False: the modules themselves run, always
@@ -76,7 +78,7 @@ def begin(session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]
         return None
     try:
         steps.refresh()
-        step = steps.steps.get((session.pool, 1))
+        step = steps.steps.get((session.pool, *_size([session])))
         if not isinstance(step, CapturedStep) or not step.serves([session]):
             return None
         epoch, (logits, in_force) = steps.epoch, step.begin(session, token)
@@ -105,8 +107,26 @@ def rehearse_step(sessions: Sequence["Session"]) -> None:
 
 
 def _size(sessions: Sequence["Session"]) -> tuple[int, int]:
-    """Rows, and pages of each, of the recorded step that serves the sessions."""
-    return 1 << (len(sessions) - 1).bit_length(), max(session.pool.blocks(session.n_ctx) for session in sessions)
+    """Rows, and pages of each, of the recorded step that serves the sessions; the CPU's serve any number of pages that
+    they have room for: 0."""
+    pool, rows = sessions[0].pool, 1 << (len(sessions) - 1).bit_length()
+    if pool.device.type == "cpu":
+        return rows, 0
+    held = max([len(table) for session in sessions for table in session.sequence.tables], default=0)
+    return rows, _room(held, _most(sessions))
+
+
+def _most(sessions: Sequence["Session"]) -> int:
+    """Pages that each of the sessions may come to hold."""
+    return sessions[0].pool.blocks(max([session.n_ctx for session in sessions]))
+
+
+def _room(held: int, most: int) -> int:
+    """Pages that a captured step has room for whose sequences hold so many, and may come to hold `most`."""
+    room = LEAST_ROOM
+    while room < held:
+        room *= 4
+    return room if room == LEAST_ROOM else min(room, max(held, most))
 
 
 def _is_clear(model: "CausalLM") -> bool:
@@ -172,10 +192,10 @@ class _Obstacle:
 
 
 class RecordedSteps:
-    """The recorded steps of one model, by pool and number of rows, all of one epoch."""
+    """The recorded steps of one model, by pool and `_size`, all of one epoch."""
 
     def __init__(self):
-        self.steps: dict[tuple[KVPool, int], _RecordedStep | CapturedStep] = {}
+        self.steps: dict[tuple[KVPool, int, int], _RecordedStep | CapturedStep] = {}
         self.epoch = None
         self.obstacle: _Obstacle | None = None
         self.clear = False  # the modules were looked at in this epoch, and are our own and free of hooks
@@ -186,13 +206,13 @@ class RecordedSteps:
             return None
         try:
             self.refresh()
-            rows = 1 << (len(ids) - 1).bit_length()
-            step = self.steps.get((pool, rows))
+            size = _size(sessions)
+            step = self.steps.get((pool, *size))
             if step is not None and step.serves(sessions):
                 found = step.run(model, sessions, ids, on_device)
                 if found is not None:
                     return found
-            return self._record(model, pool, sessions, ids, rows, on_device) if record else None
+            return self._record(model, pool, sessions, ids, size, on_device) if record else None
         finally:
             self.lock.release()
 
@@ -206,21 +226,22 @@ class RecordedSteps:
         self.obstacle = find_obstacle(model)
         self.clear = self.obstacle is None
 
-    def _record(self, model, pool, sessions, ids, rows: int, on_device: bool) -> list[Tensor] | None:
+    def _record(self, model, pool, sessions, ids, size: tuple[int, int], on_device: bool) -> list[Tensor] | None:
         if self.obstacle and self.obstacle.lasting:
             return None
         self.look_at(model)
         if not self.clear:
             return None
         kind, steps = _RecordedStep if pool.device.type == "cpu" else CapturedStep, self.steps
-        step = kind(model, pool, *_size(sessions))
+        rows, blocks = size
+        step = kind(model, pool, rows, blocks or _most(sessions))
         logits = step.run(model, sessions, ids, on_device)
         if step.refused:
             self.obstacle = _Obstacle(step.refused)
         else:
             if len(steps) == MAX_STEPS:
                 steps.pop(next(iter(steps)))
-            steps[pool, rows] = step  # forgotten with the others if modules have moved meanwhile
+            steps[pool, rows, blocks] = step  # forgotten with the others if modules have moved meanwhile
         return logits
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch import sampling
+from dasllama_torch.device_memory import HostNumber
 from dasllama_torch.engine import graphs
 from dasllama_torch.sampling import SamplingParams
 
@@ -35,26 +36,41 @@ def is_possible(logits: Tensor) -> bool:
 def draw(session: "Session", logits: Tensor, params: SamplingParams) -> int:
     """The next token, from logits f32 [V] on a GPU, whose step is begun where one stands ready."""
     token = sampling.draw(logits, session.history, params, session.generator)
-    arrival = _sent(token)
-    session.ahead = _begin(session, token)
-    found = sampling.checked(arrival(), logits, session.history, params)
+    arrival = _sent(session, token)
+    try:
+        session.ahead = _begin(session, token)
+    finally:  # it comes whatever happens
+        known = arrival()
+    found = sampling.checked(known, logits, session.history, params)
     if session.ahead:
         session.ahead.token = found
     return found
 
 
-def _sent(token: Tensor) -> Callable[[], int]:
-    """A token int64 [] is on its way to the host: what waits for it, and for nothing that is begun later."""
+class Arrival:
+    """A token's way from a GPU to a session, again and again."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._known, self._arrived = HostNumber(), torch.cuda.Event()
+
+    def send(self, token: Tensor) -> None:
+        self._known.write(token)
+        self._arrived.record()
+
+    def wait(self) -> int:
+        """The token that was sent last; for nothing that is begun later."""
+        self._arrived.synchronize()
+        return int(self._known.memory)
+
+
+def _sent(session: "Session", token: Tensor) -> Callable[[], int]:
+    """A token int64 [] is on its way to the host: what waits for it."""
     with torch.cuda.device(token.device):
-        known = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(token, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-    def wait() -> int:
-        arrived.synchronize()
-        return int(known)
-
-    return wait
+        if session.arrival is None or session.arrival.device != token.device:
+            session.arrival = Arrival(token.device)
+        session.arrival.send(token)
+    return session.arrival.wait
 
 
 def _begin(session: "Session", token: Tensor) -> Ahead | None:

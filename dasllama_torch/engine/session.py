@@ -16,7 +16,7 @@ from dasllama_torch.engine import generation, graphs, lookahead, runner, session
 from dasllama_torch.engine.captured import wait_for
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Prompt, Span
 from dasllama_torch.engine.generation import Sample
-from dasllama_torch.engine.lookahead import Ahead
+from dasllama_torch.engine.lookahead import Ahead, Arrival
 from dasllama_torch.engine.stats import Stats
 from dasllama_torch.errors import CannotRewind, ContextFull, DasllamaError
 from dasllama_torch.modules.causal_lm import CausalLM
@@ -62,6 +62,7 @@ class Session:
         self.pending: list[int] = []
         self.made_logits: Tensor | None = None  # `logits` where they were made, until somebody asks for them
         self.ahead: Ahead | None = None  # a step that `generate` has begun
+        self.arrival: Arrival | None = None  # how a GPU's tokens come, once some have
         self.stats = Stats()
         self.generator = torch.Generator().manual_seed(DEFAULT_SEED)
         self.steps = graphs.steps_of(model)
