@@ -129,10 +129,18 @@ def launches(types: list[str]) -> list:
         lambda: rope_tables.long_rope_tables(slots, slots, tables[0], tables[0], 99, 1.0),
         lambda: kv_write.kv_write(x, x, cache[torch.float32], cache[torch.float16], slots, 0, 1),
         lambda: attend(1, torch.float16, 1, weight[:10].clone()),  # few rows share the keys
+        lambda: attend(1, torch.float32, 0, None),
         lambda: attend(2000, torch.float32, 0, None),
         lambda: kv_write.kv_write(x, x, *codes, slots, 2, 3),
         lambda: paged_attention.paged_attention(
             x.repeat(1, 2, 1), *codes, torch.zeros(1, 64, dtype=torch.int32), *rows, 0.1, 0, 0.0, None, 2, 3, 64
+        ),
+        lambda: paged_attention.paged_attention(
+            x[:1].repeat(1, 2, 1),
+            *codes,
+            torch.zeros(1, 64, dtype=torch.int32),
+            *(r[:1] for r in rows),
+            *(0.1, 0, 0.0, None, 2, 3, 64),
         ),
         *(
             functools.partial(moe_router.moe_router, x[0], weight if gate else None, 3, gate, renormalize, 1.0)

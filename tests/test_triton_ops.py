@@ -161,6 +161,8 @@ def test_kv_write(codecs):
         ([(20, 12), (0, 20)], dict(spans=[(1, 4, 11)], D=20, Dv=9, R=7, window=6)),
         ([(700, 1), (0, 2), (530, 1)], dict(D=16, sinks=torch.linspace(-2, 2, 4), inert=1)),
         ([(1100, 1)], dict(D=16, window=600)),
+        ([(90, 1), (9, 1)], dict(window=21, softcap=3.0, sinks=torch.linspace(-2, 2, 4), inert=1)),
+        ([(150, 1), (33, 2)], dict(H=12, G=1, D=20, Dv=9, R=24)),
     ],
 )
 def test_paged_attention(sequences, shape, codec):
@@ -193,15 +195,32 @@ def test_a_fault_shows_in_the_rows_that_see_it_alone():
     torch.testing.assert_close(found[:30].double(), batch.wanted()[:30], rtol=0, atol=tolerances.TRITON_ATTENTION)
 
 
-def test_what_is_out_of_range_gives_nan_and_reads_nothing():
-    for what, change in (("sequence", (4, 5)), ("end", (6, 9999)), ("page", (3, 2**30))):
-        batch = Batch([(0, 20), (7, 1)], H=2, G=1, D=16)
+@pytest.mark.parametrize("codec", ["f16", "q8_0"])
+def test_a_fault_shows_in_the_single_rows_that_see_it_alone(codec):
+    """Behind one row's window, and in another's keys or values; a tile of keys has both."""
+    batch = Batch([(49, 1), (40, 1), (40, 1)], H=2, G=1, D=32, codec=codec, window=30)
+    batch.k_cache, batch.v_cache, wanted = batch.k_cache.contiguous(), batch.v_cache.contiguous(), batch.wanted()
+    nan = torch.tensor([0x7E00], dtype=torch.int16).view(batch.k_cache.dtype)
+    for cache, seq, row in (
+        (batch.k_cache, 0, 5), (batch.v_cache, 0, 6), (batch.k_cache, 1, 20), (batch.v_cache, 2, 30)
+    ):  # fmt: skip
+        cache[batch.block_table[seq, 0], 0, row, : len(nan)] = nan
+    found = paged_attention(*here(*batch.args())).cpu()
+    assert found[1].isnan().all()
+    assert found[2].isnan().flatten(1).any(1).all()
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=0, atol=tolerances.TRITON_ATTENTION)
+
+
+@pytest.mark.parametrize("sequences", [[(0, 20), (7, 1)], [(19, 1), (7, 1)]])
+def test_what_is_out_of_range_gives_nan_and_reads_nothing(sequences):
+    for what, change in (("sequence", (4, 5)), ("end", (6, 9999)), ("page", (3, 2**30)), ("page", (3, -1))):
+        batch = Batch(sequences, H=2, G=1, D=16)
         args = list(batch.args())
         args[change[0]] = args[change[0]].clone()
         args[change[0]][0] = change[1]
         found = paged_attention(*here(*args)).cpu()
         assert found[0].isnan().all(), what
-        torch.testing.assert_close(found[20].double(), batch.wanted()[20], rtol=0, atol=tolerances.TRITON_ATTENTION)
+        torch.testing.assert_close(found[-1].double(), batch.wanted()[-1], rtol=0, atol=tolerances.TRITON_ATTENTION)
 
 
 @pytest.mark.parametrize(

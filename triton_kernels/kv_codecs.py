@@ -1,9 +1,10 @@
 """How the codecs of `ops.kv_codecs` keep heads, in Triton: the only place in this backend where a codec is read or
 written.
 
-A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention reads codes as f32
-numbers, scale times code, which is exact. Its queries are rounded for keys of codes, and rotated for rotated ones;
-rotated values add up to a rotated result, which is turned back in the end (`rotate_kernel`).
+A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention of tiles of rows
+reads codes as f32 numbers, scale times code, which is exact; that of single rows multiplies whole numbers, and scales
+the products. Queries are rounded for keys of codes, and rotated for rotated ones; rotated values add up to a rotated
+result, which is turned back in the end (`rotate_kernel`).
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dasllama_torch.ops import kv_codecs
 from dasllama_torch.ops.kv_codecs import CODECS, KV_CODECS
-from dasllama_torch.triton_kernels.launch import on_device
+from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device
 
 Q8_0, TQ4 = tl.constexpr(KV_CODECS["q8_0"].id), tl.constexpr(KV_CODECS["tq4"].id)
 F16_MAX = tl.constexpr(kv_codecs.F16_MAX)
@@ -42,6 +43,23 @@ def load(cache, i, mask, CODEC: tl.constexpr):
         return d * ((pair >> i % 2 * 4 & 15) - 8).to(tl.float32)
     else:
         return tl.load(cache + i, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_codes(at, there, n, NB: tl.constexpr, CODEC: tl.constexpr):
+    """Heads of n blocks at pointers [N] -> whole numbers int32 [N, NB, 32] and scales f32 [N, NB], which are zero for
+    what is not there. Blocks begin at even addresses, and so do the pairs that are read."""
+    WORDS: tl.constexpr = 16 if CODEC == Q8_0 else 8
+    b = tl.arange(0, NB)[None, :]
+    place, live = at[:, None] + b * (2 * WORDS + 2), there[:, None] & (b < n)
+    d = tl.load(place.to(tl.pointer_type(tl.float16)), mask=live, other=0.0).to(tl.float32)
+    words = (place + 2).to(tl.pointer_type(tl.int16))[:, :, None] + tl.arange(0, WORDS)[None, None, :]
+    w = tl.load(words, mask=live[:, :, None], other=0).to(tl.int32)
+    if CODEC == Q8_0:
+        codes = tl.join(w << 24 >> 24, w >> 8)
+    else:
+        codes = tl.join(tl.join(w & 15, w >> 8 & 15), tl.join(w >> 4 & 15, w >> 12 & 15)) - 8
+    return tl.reshape(codes, [at.shape[0], NB, 32]), d
 
 
 @triton.jit
@@ -109,8 +127,12 @@ def store(cache, x, signs, D, W: tl.constexpr, CODEC: tl.constexpr):
 
 
 @triton.jit
-def query_kernel(out, q, row, head, signs, H, D, width, W: tl.constexpr, CODEC: tl.constexpr):
-    """Heads of q as they meet keys of codes: rotated for tq4, rounded to blocks of 32 int8, f32 [T, H, width]."""
+def query_kernel(
+    out, scales, q, row, head, signs, H, D, width, W: tl.constexpr, CODEC: tl.constexpr, EARLY: tl.constexpr
+):
+    """Heads of q as they meet keys of codes, rotated for tq4 and rounded to blocks of 32 int8: f32 [T, H, width]; or,
+    where there are `scales`, whole numbers f16 and their scales f32 [T, H, width / 32]."""
+    await_inputs(EARLY)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, W)
     v = tl.load(q + t * row + h * head + i, mask=i < D, other=0.0).to(tl.float32)
@@ -121,8 +143,14 @@ def query_kernel(out, q, row, head, signs, H, D, width, W: tl.constexpr, CODEC: 
     top = tl.abs(_top(blocks))
     inverse = tl.where(top == 0, 0.0, tl.div_rn(tl.full([B], 127.0, tl.float32), top))
     whole = (blocks * inverse[:, None] + 12582912.0) - 12582912.0  # to the nearest, halves to even
-    rounded = whole * tl.div_rn(top, tl.full([B], 127.0, tl.float32))[:, None]
-    tl.store(out + (t * H + h) * width + i, tl.reshape(rounded, [W]), mask=i < width)
+    scale = tl.div_rn(top, tl.full([B], 127.0, tl.float32))
+    at = (t * H + h) * width
+    if scales is None:
+        tl.store(out + at + i, tl.reshape(whole * scale[:, None], [W]), mask=i < width)
+    else:
+        b = tl.arange(0, B)
+        tl.store(out + at + i, tl.reshape(whole, [W]).to(tl.float16), mask=i < width)
+        tl.store(scales + at // 32 + b, scale, mask=b * 32 < width)
 
 
 @triton.jit
@@ -145,21 +173,23 @@ def whole_width(codec: int, dim: int) -> int:
     return triton.next_power_of_2(CODECS[codec].width(dim))
 
 
-def queries(heads: Tensor, codec: int) -> Tensor:
-    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width], f32 for keys of codes."""
+def queries(heads: Tensor, codec: int, whole: bool) -> tuple[Tensor, Tensor | None]:
+    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width]; whole: as whole numbers, with
+    the scales of their blocks, if these are codes."""
     T, H, D = heads.shape
     if not CODECS[codec].block_bytes:
-        return heads
+        return heads, None
     width = CODECS[codec].width(D)
-    out = torch.empty((T, H, width), dtype=torch.float32, device=heads.device)
+    out = torch.empty((T, H, width), dtype=torch.float16 if whole else torch.float32, device=heads.device)
+    scales = torch.empty((T, H, width // 32), dtype=torch.float32, device=heads.device) if whole else None
     if out.numel():
         with on_device(heads):
             # Products must round before 1.5 * 2^23 is added to them.
             query_kernel[(T, H)](
-                out, heads, heads.stride(0), heads.stride(1), signs(heads.device), H, D, width,
-                whole_width(codec, D), codec, num_warps=1, enable_fp_fusion=False,
+                out, scales, heads, heads.stride(0), heads.stride(1), signs(heads.device), H, D, width,
+                whole_width(codec, D), codec, num_warps=1, enable_fp_fusion=False, **early(heads),
             )  # fmt: skip
-    return out
+    return out, scales
 
 
 def turned_back(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
