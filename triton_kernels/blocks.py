@@ -573,7 +573,8 @@ def scale(QTYPE: tl.constexpr, b, u, p):
         return (both >> (u % 2 * 8).to(tl.uint32)).to(tl.int8).to(tl.int32)
     elif QTYPE == IQ4_XS:  # in the one load that has d
         head = tl.load(b.to(tl.pointer_type(tl.uint64)))
-        low, high = (head >> 32).to(tl.uint32) >> (u * 4).to(tl.uint32), head.to(tl.uint32) >> (u * 2 + 16).to(tl.uint32)
+        low = (head >> 32).to(tl.uint32) >> (u * 4).to(tl.uint32)
+        high = head.to(tl.uint32) >> (u * 2 + 16).to(tl.uint32)
         return (low & 15 | (high & 3) << 4).to(tl.int32) - 32
     elif QTYPE == IQ2_XXS:
         return _odd(_short(b + 8 + u // 2 * 8) >> 12)

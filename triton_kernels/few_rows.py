@@ -30,15 +30,14 @@ from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 
 
 @triton.jit
-def _named(ids, E, share, y, packed, bias, N, row_bytes):
-    """Of this program's row of y: it, its row of x, the matrix and bias, and whether there is a matrix of that id."""
+def _named(ids, E, share, y, packed, N, row_bytes):
+    """Of this program's row of y: it, its row of x, the matrix, rows of matrices before that one, and whether there is
+    a matrix of that id."""
     entry = tl.program_id(1).to(tl.int64)
     id_ = tl.load(ids + entry).to(tl.int64)
     known = (id_ >= 0) & (id_ < E)
     id_ = tl.where(known, id_, 0)
-    if bias is not None:
-        bias += id_ * N
-    return y + entry * N, entry // share, packed + id_ * N * row_bytes, bias, known
+    return y + entry * N, entry // share, packed + id_ * N * row_bytes, id_ * N, known
 
 
 @triton.jit
@@ -167,7 +166,9 @@ def few_rows_native_kernel(
     if ids is not None:
         if EARLY:  # ids may be new, too
             tl.extra.cuda.gdc_wait()
-        y, x_row, packed, bias, known = _named(ids, E, share, y, packed, bias, N, K // BLOCK * BYTES)
+        y, x_row, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
+        if bias is not None:
+            bias += before
     if MIXED:
         is_other = tl.program_id(0) >= other
     else:
@@ -194,7 +195,9 @@ def few_rows_float_kernel(
 ):  # fmt: skip
     known = None
     if ids is not None:
-        y, x_row, packed, bias, known = _named(ids, E, share, y, packed, bias, N, K // BLOCK * BYTES)
+        y, x_row, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
+        if bias is not None:
+            bias += before
         x += x_row * x_stride
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
