@@ -195,10 +195,10 @@ def few_rows_float_kernel(
 ):  # fmt: skip
     known = None
     if ids is not None:
-        y, x_row, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
+        y, row_of_x, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
+        x += row_of_x * x_stride
         if bias is not None:
             bias += before
-        x += x_row * x_stride
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
     n_units = K // (16 * PLANES)
