@@ -20,9 +20,9 @@ from dasllama_torch.triton_kernels.grouped_rows import grouped_rows
 from dasllama_torch.triton_kernels.launch import rows_of
 from dasllama_torch.triton_kernels.quant_linear import product_backward
 
-# Rows for an expert, on average, up to which reading its packed matrix, for each row or for some together, costs less
-# than decoding it once.
-FEW, TOGETHER = 3, 16
+# Rows for an expert, on average, from which those of one expert share a read of its packed matrix, and up to which that
+# costs less than decoding it; and up to which reading it for each row does.
+TOGETHER, FEW = (1, 16), 3
 
 
 @implement(op, "CUDA")
@@ -31,8 +31,8 @@ def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Ten
     rows, flat = rows_of(x), ids.reshape(-1).contiguous()
     bias = bias if bias is None else bias.contiguous()
     is_float = ggml_types.GGML_TYPES[qtype].is_float
-    together = native and few_rows_mma.serves(qtype) and len(flat) > ids.shape[-1]
-    if together and len(flat) <= TOGETHER * len(qweight):
+    least, most = (rows_of_each * len(qweight) for rows_of_each in TOGETHER)
+    if native and few_rows_mma.serves(qtype) and len(flat) > ids.shape[-1] and least <= len(flat) <= most:
         kernel = "triton/few_rows_experts"
         y = few_rows_experts(rows, qweight, qtype, bias, flat)
     elif not is_float and len(flat) <= FEW * len(qweight):

@@ -17,7 +17,6 @@ from torch import Tensor
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels import blocks, few_rows_mma
 from dasllama_torch.triton_kernels.few_rows_mma import tile_of_products
-from dasllama_torch.triton_kernels.fragments import SPAN
 from dasllama_torch.triton_kernels.grouped_rows import _expert
 from dasllama_torch.triton_kernels.launch import PTX, aligned, await_inputs, early, on_device
 from dasllama_torch.triton_kernels.quantize_activation import ROUNDS, round_blocks, unrounded
@@ -26,12 +25,12 @@ from dasllama_torch.triton_kernels.quantize_activation import ROUNDS, round_bloc
 @triton.jit
 def _plan(order, tiles, ids, e, n, E, slots, BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
     """An expert's part of order int32 [n] and of tiles int32 [slots, 3]: expert, or -1 if there is no such tile, first
-    entry in `order` and the end of the expert's."""
+    entry in `order` and the end of the expert's. EP > E."""
     i, of = tl.arange(0, CHUNK), tl.arange(0, EP)
-    found = tl.zeros([CHUNK, EP], tl.int32)
+    counts = tl.zeros([EP], tl.int32)
     for first in range(0, n, CHUNK):
-        found += (_expert(ids, first + i, n, E)[:, None] == of[None, :]).to(tl.int32)
-    counts = tl.where(of < E, tl.sum(found, 0), 0)
+        counts += tl.histogram(_expert(ids, first + i, n, E), EP)
+    counts = tl.where(of < E, counts, 0)
     cut = (counts + BM - 1) // BM
     start, tile = tl.sum(tl.where(of < e, counts, 0), 0), tl.sum(tl.where(of < e, cut, 0), 0)
     stop = start + tl.sum(tl.where(of == e, counts, 0), 0)
@@ -101,10 +100,10 @@ def few_rows_experts_kernel(
         tl.store(y + entry * N + n, result.to(y.dtype.element_ty), mask=live & (n < N))
 
 
-def _shape(qtype: int, n: int, E: int, K: int) -> tuple[int, int]:
-    """BM and WARPS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. WARPS, which the order of sums
-    depends on, is K's alone."""
-    return (8 if n <= 5 * E else 16), min(2, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
+def _shape(qtype: int, n: int, E: int, K: int) -> tuple[int, int, int]:
+    """BM, SETS and WARPS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. WARPS, which the order of
+    sums depends on, are not n's."""
+    return (8 if n <= 5 * E else 16), 1, 1
 
 
 def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor) -> Tensor:
@@ -115,20 +114,20 @@ def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None
     if not y.numel():
         return y
     a = unrounded(R, K, ggml_types.GGML_TYPES[qtype].lattice, x.device)
-    bm, warps = _shape(qtype, n, E, K)
+    bm, sets, warps = _shape(qtype, n, E, K)
     slots = (n + min(E, n) * (bm - 1)) // bm
     order, tiles = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (n, 3 * slots))
-    experts, count = triton.next_power_of_2(E), 1024 // a.span
+    lattice, count = ggml_types.GGML_TYPES[qtype].lattice, 1024 // a.span
+    experts, chunk = (max(least, triton.next_power_of_2(most)) for least, most in ((32, E + 1), (128, min(n, 1024))))
     with on_device(x):
         round_and_plan_kernel[(E + R * triton.cdiv(K // a.span, count),)](
             a.q, a.d, a.s, x, x.stride(0), order, tiles, ids, R, K, n, E, slots,
-            ggml_types.GGML_TYPES[qtype].lattice, a.span, count, bm, experts, max(16, 4096 // experts),
-            num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
+            lattice, a.span, count, bm, experts, chunk, num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
-        few_rows_experts_kernel[(triton.cdiv(N, 16), slots)](
+        few_rows_experts_kernel[(triton.cdiv(N, 16 * sets), slots)](
             y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, ids, order, tiles,
             n // R, R, N, K, *few_rows_mma.kind(qtype), bm // 8,
-            *few_rows_mma.program(qtype, K, 1, warps, few_rows_mma.slots_of(qtype, warps)), PTX,
+            *few_rows_mma.program(qtype, K, sets, warps, few_rows_mma.slots_of(qtype, warps)), PTX,
             num_warps=warps, **early(x),
         )  # fmt: skip
     return y
