@@ -113,15 +113,30 @@ def _lookup_asm(values: tuple[int, ...]) -> str:
 
 _IQ4_ASM = tl.constexpr(_lookup_asm(codebooks.IQ4_VALUES))
 _FP4_ASM = tl.constexpr(_lookup_asm(codebooks.FP4_VALUES))
+_TURNS_ASM = tl.constexpr("""{
+    .reg .b32 index, pick, low, high;
+    and.b32 index, $2, 0x77777777;
+    shr.u32 pick, $2, 1;
+    and.b32 pick, pick, 0x44444444;
+    or.b32 pick, pick, 0x32103210;
+    prmt.b32 low, $3, $4, index;
+    prmt.b32 high, $5, $6, index;
+    prmt.b32 $0, low, high, pick;
+    shr.u32 index, index, 16;
+    shr.u32 pick, pick, 16;
+    prmt.b32 low, $3, $4, index;
+    prmt.b32 high, $5, $6, index;
+    prmt.b32 $1, low, high, pick;
+}""")
 _APART_ASM = tl.constexpr("""{
     .reg .b32 own, other;
     mov.b32 own, $4;
     xor.b32 other, own, 0x88888888;
     prmt.b32 $0, $5, $6, own;
-    prmt.b32 $1, $7, $8, other;
+    prmt.b32 $2, $7, $8, other;
     shr.u32 own, own, 16;
     shr.u32 other, other, 16;
-    prmt.b32 $2, $5, $6, own;
+    prmt.b32 $1, $5, $6, own;
     prmt.b32 $3, $7, $8, other;
 }""")
 
@@ -249,20 +264,14 @@ def _value(table, nibble, i: tl.constexpr):
 
 
 @triton.jit
-def value(raw, p, table):
-    """The values of the low (p = 0) or the high nibbles of a word."""
-    n = _nibbles(raw, p)
-    return _value(table, n, 0) | _value(table, n, 1) | _value(table, n, 2) | _value(table, n, 3)
-
-
-@triton.jit
 def _lookup(raw, p, table, ASM: tl.constexpr, PTX: tl.constexpr):
     """The values of the low (p = 0) or the high nibbles of a word."""
     if PTX:
         low, high = tl.inline_asm_elementwise(ASM, "=r,=r,r", [raw], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
         return tl.where(p == 0, low, high)
     else:
-        return value(raw, p, table)
+        n = _nibbles(raw, p)
+        return _value(table, n, 0) | _value(table, n, 1) | _value(table, n, 2) | _value(table, n, 3)
 
 
 @triton.jit
@@ -372,46 +381,45 @@ def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr, RUN: tl.cons
         return _iq1(table, _byte(b + pt) | (code & 7) << 8, half, code >> 3)
 
 
-# ---- the elements of types with a table of 16, for integer dots on NVIDIA -------------------------------------------
-#
-# A table's lower half has one sign and its upper half the other, which lets nibbles be looked up in both without
-# choosing: prmt picks four of eight bytes by the low three bits of four nibbles, and the upper bit has it take the sign
-# of the byte in place of the byte. So the upper half's nibbles find 0 in a half of values from 0 on, and -1 in a half
-# of values below 0, which are less 1 for that: element = one + other + 1.
+# ---- the elements of types with a table of 16, for integer dots -----------------------------------------------------
 
 TABLES = {ggml_types.IQ4_NL, ggml_types.IQ4_XS, ggml_types.MXFP4}  # with two planes of 16, one in the low nibbles
 
 
 @triton.jit
-def by_turns(a, b):
-    """Bytes of words a and b by turns, as nibbles lie -> the first and the last four of them."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;",
-        "=&r,=&r,r,r", [a, b], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def halves(QTYPE: tl.constexpr, table, i):
-    """A table as `apart` wants it, for each thread i: two words of the values of nibbles below 8, and two of the
-    others'. Odd threads read the second of two that are alike: what is the same in a warp, compilers copy for each
-    use."""
-    at = table.to(tl.pointer_type(tl.uint32)) + i % 2 * 4
-    w0, w1 = tl.load(at), tl.load(at + 1)
-    if QTYPE == MXFP4:
-        return w0, w1, w0 ^ 0xFFFFFFFF, w1 ^ 0xFFFFFFFF
+def by_turns(a, b, PTX: tl.constexpr):
+    """Bytes of two words by turns -> the first and the last four of them. The plain form leaves them as they are: what
+    they multiply is in the order of `turns`, which has none elsewhere."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a; prmt.b32 a, $2, $3, 0x7362; prmt.b32 $0, $2, $3, 0x5140; mov.b32 $1, a;}",
+            "=r,=r,r,r", [a, b], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return w0 - 0x01010101, w1 - 0x01010101, tl.load(at + 2), tl.load(at + 3)
+        return a, b
 
 
 @triton.jit
-def apart(raw, t0, t1, t2, t3):
-    """Words of eight nibbles, and `halves` -> one and other of the first and of the last four, in the order of
-    `by_turns`."""
-    return tl.inline_asm_elementwise(
-        _APART_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, t0, t1, t2, t3],
-        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
-    )  # fmt: skip
+def held(table, i, PTX: tl.constexpr):
+    """The table of one of these types as `turns` wants it: in four words for each thread i. Odd ones have the second of
+    two that are alike: what is the same in a warp, compilers copy for each use."""
+    if PTX:
+        at = table.to(tl.pointer_type(tl.uint32)) + i % 2 * 4
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    else:
+        return table
+
+
+@triton.jit
+def turns(raw, table, PTX: tl.constexpr):
+    """A word of nibbles -> int8 elements in two words, as `by_turns` has a word of each plane."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _TURNS_ASM, "=&r,=&r,r,r,r,r,r", [raw, table[0], table[1], table[2], table[3]],
+            dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _lookup(raw, 0, table, "", False), _lookup(raw, 1, table, "", False)
 
 
 @triton.jit
@@ -432,17 +440,41 @@ def _behind(b, HEAD: tl.constexpr, i):
 
 
 @triton.jit
-def nibbles(QTYPE: tl.constexpr, b, u, w):
-    """Units u [T] of a type of TABLES at b [T] -> words w [T, 4] of nibbles, and d f32 [T]."""
+def magnitudes(QTYPE: tl.constexpr, table, i):
+    """For each thread i, of a type of TABLES: two words of the values of nibbles below 8, and two of the others, which
+    have the other sign."""
+    w0, w1, w2, w3 = held(table, i, True)
+    if QTYPE == MXFP4:
+        return w0, w1, w0, w1
+    else:
+        return (w0 ^ 0xFFFFFFFF) + 0x01010101, (w1 ^ 0xFFFFFFFF) + 0x01010101, w2, w3
+
+
+@triton.jit
+def apart(QTYPE: tl.constexpr, b, u, w, halves):
+    """Units u [T] of a type of TABLES at b [T], words w [T, 4], for NVIDIA: magnitudes of elements above 0 in two words
+    [T, 4] and of those below 0 in two, with 0 for the others, in the order of `by_turns`; and d f32 [T].
+
+    prmt picks four of eight bytes by the low three bits of four nibbles. The upper bit has it take the sign of a byte,
+    which magnitudes do not have, in place of the byte: as each half of a table has one sign, nothing has to choose."""
     if QTYPE == IQ4_XS:
-        return _word(b[:, None], 8, 4 * u[:, None] + w, 4), d(QTYPE, b, u)
+        raw, found = _word(b[:, None], 8, 4 * u[:, None] + w, 4), d(QTYPE, b, u)
     elif QTYPE == IQ4_NL:
         head, raw = _behind(b, 2, w)
-        return raw, _as_f16(head)
+        found = _as_f16(head)
     else:
         tl.static_assert(QTYPE == MXFP4)
         head, raw = _behind(b, 1, w)
-        return raw, _e8m0(head & 255)
+        found = _e8m0(head & 255)
+    x0, x1, y0, y1 = tl.inline_asm_elementwise(
+        _APART_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [raw, halves[0][:, None], halves[1][:, None], halves[2][:, None], halves[3][:, None]],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+    )  # fmt: skip
+    if QTYPE == MXFP4:
+        return x0, x1, y0, y1, found
+    else:
+        return y0, y1, x0, x1, found
 
 
 # ---- their scales ---------------------------------------------------------------------------------------------------
@@ -472,8 +504,7 @@ def _as_f16(bits):
 @triton.jit
 def _e8m0(e):
     """2^(e - 128): half of the power of two, because FP4_VALUES are doubled; 0 and 1 give subnormals."""
-    e = e.to(tl.int32)
-    return tl.maximum((e << 23) - 0x00800000, (e << 21) + 0x00200000).to(tl.float32, bitcast=True)
+    return tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

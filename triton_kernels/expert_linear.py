@@ -12,7 +12,7 @@ from dasllama_torch.ops.expert_linear import expert_linear as op
 from dasllama_torch.ops.expert_linear import expert_linear_backward as op_backward
 from dasllama_torch.ops.halves import half_of
 from dasllama_torch.ops.registry import count_call, implement
-from dasllama_torch.triton_kernels import few_rows_mma
+from dasllama_torch.triton_kernels import blocks, few_rows_mma
 from dasllama_torch.triton_kernels.dequantize import FLOATS
 from dasllama_torch.triton_kernels.few_rows import few_rows_float, few_rows_native
 from dasllama_torch.triton_kernels.few_rows_experts import few_rows_experts
@@ -20,9 +20,14 @@ from dasllama_torch.triton_kernels.grouped_rows import grouped_rows
 from dasllama_torch.triton_kernels.launch import rows_of
 from dasllama_torch.triton_kernels.quant_linear import product_backward
 
-# Rows for an expert, on average, from which those of one expert share a read of its packed matrix, and up to which that
-# costs less than decoding it; and up to which reading it for each row does.
-TOGETHER, FEW = (1, 16), 3
+# Rows for an expert, on average: up to which reading its packed matrix for each costs less than decoding it once, and
+# up to which reading it for some of them together does.
+FEW, TOGETHER = 3, 16
+
+
+def _least(qtype: int) -> int:
+    """Rows for an expert, on average, from which those of one expert had better share what is read of its matrix."""
+    return 2 if qtype == ggml_types.Q8_0 or qtype in blocks.TABLES else 1
 
 
 @implement(op, "CUDA")
@@ -31,8 +36,8 @@ def expert_linear(x: Tensor, qweight: Tensor, qtype: int, ids: Tensor, bias: Ten
     rows, flat = rows_of(x), ids.reshape(-1).contiguous()
     bias = bias if bias is None else bias.contiguous()
     is_float = ggml_types.GGML_TYPES[qtype].is_float
-    least, most = (rows_of_each * len(qweight) for rows_of_each in TOGETHER)
-    if native and few_rows_mma.serves(qtype) and len(flat) > ids.shape[-1] and least <= len(flat) <= most:
+    together = native and few_rows_mma.serves(qtype) and len(flat) > ids.shape[-1]
+    if together and _least(qtype) * len(qweight) <= len(flat) <= TOGETHER * len(qweight):
         kernel = "triton/few_rows_experts"
         y = few_rows_experts(rows, qweight, qtype, bias, flat)
     elif not is_float and len(flat) <= FEW * len(qweight):

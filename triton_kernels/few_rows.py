@@ -82,13 +82,13 @@ def _multiply(
     rows = ()
     for one in tl.static_range(BN):
         rows = rows + (packed + tl.minimum(tile * BN + one, N - 1).to(tl.int64) * (K // BLOCK * BYTES),)
-    if TABLE:
-        t0, t1, t2, t3 = blocks.halves(QTYPE, table, thread)
     if EARLY:  # W is there: the first of it comes nearer while x is being made
         if AHEAD > 0:
             for one in tl.static_range(BN):
                 prefetch(rows[one], tl.minimum(AHEAD, K // BLOCK * BYTES), thread == 0)
         tl.extra.cuda.gdc_wait()  # and lets nobody begin before it ends: who waits takes the place of who reads
+    if TABLE:
+        halves = blocks.magnitudes(QTYPE, table, thread)
     x_words = q.to(tl.pointer_type(tl.uint32))
     acc = ()
     for _ in tl.static_range(BN * ROWS):
@@ -100,8 +100,8 @@ def _multiply(
         for n in tl.static_range(BN):
             b = rows[n] + at
             if TABLE:
-                raw, dw = blocks.nibbles(QTYPE, b, u, w)
-                words = words + blocks.apart(raw, t0[:, None], t1[:, None], t2[:, None], t3[:, None])
+                above0, above1, below0, below1, dw = blocks.apart(QTYPE, b, u, w, halves)
+                words = words + (above0, above1, below0, below1)
                 scales = scales + (blocks.scale(QTYPE, b, u, 0),)
             else:
                 dw = blocks.d(QTYPE, b, u)
@@ -124,17 +124,15 @@ def _multiply(
                     sums = sums + (tl.load(s + ((e // SPAN * R + m) * (SPAN // 16) + e % SPAN // 16)),)
             dx = tl.load(d + (start // SPAN * R + m))
             if TABLE:
-                xs = blocks.by_turns(xs[0], xs[1])
-                ones, of_x = tl.full([1, 1], 0x01010101, tl.uint32), tl.zeros([T, WORDS], tl.int32)
-                for p in tl.static_range(2):
-                    of_x = dot4(ones, xs[p], of_x, PTX)
+                xs = blocks.by_turns(xs[0], xs[1], PTX)
             for n in tl.static_range(BN):
                 dots, low = tl.zeros([T], tl.int32), tl.zeros([T], tl.float32)
                 if TABLE:
-                    dot = of_x
-                    for k in tl.static_range(4):
-                        dot = dot4(words[4 * n + k], xs[k // 2], dot, PTX)
-                    dots = tl.sum(dot, 1) * scales[n]
+                    above, below = tl.zeros([T, WORDS], tl.int32), tl.zeros([T, WORDS], tl.int32)
+                    for p in tl.static_range(2):
+                        above = dot4(words[4 * n + p], xs[p], above, PTX)
+                        below = dot4(words[4 * n + 2 + p], xs[p], below, PTX)
+                    dots = tl.sum(above - below, 1) * scales[n]
                 else:
                     for p in tl.static_range(PLANES):
                         dot = dot4(words[n * PLANES + p], xs[p], tl.zeros([T, WORDS], tl.int32), PTX)
@@ -246,6 +244,8 @@ def _tile(qtype: int, rows: int, total: int, K: int, row_bytes: int) -> tuple[in
     warps = 2 if K >= 8192 else 1
     if rows > 1:
         return 2, warps, 1
+    if warps == 2 and total >= 4096 and qtype in blocks.TABLES:
+        return 4, warps, 1
     unroll = 1 if qtype == ggml_types.Q4_K or (qtype == ggml_types.Q6_K and warps == 1) else 2
     return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, unroll
 

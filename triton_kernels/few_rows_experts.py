@@ -25,12 +25,12 @@ from dasllama_torch.triton_kernels.quantize_activation import ROUNDS, round_bloc
 @triton.jit
 def _plan(order, tiles, ids, e, n, E, slots, BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
     """An expert's part of order int32 [n] and of tiles int32 [slots, 3]: expert, or -1 if there is no such tile, first
-    entry in `order` and the end of the expert's. EP > E."""
+    entry in `order` and the end of the expert's."""
     i, of = tl.arange(0, CHUNK), tl.arange(0, EP)
-    counts = tl.zeros([EP], tl.int32)
+    found = tl.zeros([CHUNK, EP], tl.int32)
     for first in range(0, n, CHUNK):
-        counts += tl.histogram(_expert(ids, first + i, n, E), EP)
-    counts = tl.where(of < E, counts, 0)
+        found += (_expert(ids, first + i, n, E)[:, None] == of[None, :]).to(tl.int32)
+    counts = tl.where(of < E, tl.sum(found, 0), 0)
     cut = (counts + BM - 1) // BM
     start, tile = tl.sum(tl.where(of < e, counts, 0), 0), tl.sum(tl.where(of < e, cut, 0), 0)
     stop = start + tl.sum(tl.where(of == e, counts, 0), 0)
@@ -100,10 +100,12 @@ def few_rows_experts_kernel(
         tl.store(y + entry * N + n, result.to(y.dtype.element_ty), mask=live & (n < N))
 
 
-def _shape(qtype: int, n: int, E: int, K: int) -> tuple[int, int, int]:
-    """BM, SETS and WARPS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. WARPS, which the order of
-    sums depends on, are not n's."""
-    return (8 if n <= 5 * E else 16), 1, 1
+WARPS = 1  # of a program, which have all of K: the order of sums depends on nothing else
+
+
+def _rows(n: int, E: int) -> int:
+    """BM: what was fastest on an H200 at the shapes of benchmarks/cuda.py."""
+    return 8 if n <= 8 * E else 16
 
 
 def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None, ids: Tensor) -> Tensor:
@@ -114,20 +116,20 @@ def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None
     if not y.numel():
         return y
     a = unrounded(R, K, ggml_types.GGML_TYPES[qtype].lattice, x.device)
-    bm, sets, warps = _shape(qtype, n, E, K)
+    bm = _rows(n, E)
     slots = (n + min(E, n) * (bm - 1)) // bm
     order, tiles = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (n, 3 * slots))
-    lattice, count = ggml_types.GGML_TYPES[qtype].lattice, 1024 // a.span
-    experts, chunk = (max(least, triton.next_power_of_2(most)) for least, most in ((32, E + 1), (128, min(n, 1024))))
+    experts, count = triton.next_power_of_2(E), 1024 // a.span
     with on_device(x):
         round_and_plan_kernel[(E + R * triton.cdiv(K // a.span, count),)](
             a.q, a.d, a.s, x, x.stride(0), order, tiles, ids, R, K, n, E, slots,
-            lattice, a.span, count, bm, experts, chunk, num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
+            ggml_types.GGML_TYPES[qtype].lattice, a.span, count, bm, experts, max(16, 4096 // experts),
+            num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
-        few_rows_experts_kernel[(triton.cdiv(N, 16 * sets), slots)](
+        few_rows_experts_kernel[(triton.cdiv(N, 16), slots)](
             y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, ids, order, tiles,
             n // R, R, N, K, *few_rows_mma.kind(qtype), bm // 8,
-            *few_rows_mma.program(qtype, K, sets, warps, few_rows_mma.slots_of(qtype, warps)), PTX,
-            num_warps=warps, **early(x),
+            *few_rows_mma.program(qtype, K, 1, WARPS, few_rows_mma.slots_of(qtype, WARPS)), PTX,
+            num_warps=WARPS, **early(x),
         )  # fmt: skip
     return y

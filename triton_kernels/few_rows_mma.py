@@ -22,7 +22,7 @@ from torch import Tensor
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels import blocks, fragments, staging
 from dasllama_torch.triton_kernels.fragments import SPAN
-from dasllama_torch.triton_kernels.integer_dots import dots16, dots32, dots32_more, dots_of_halves, halves
+from dasllama_torch.triton_kernels.integer_dots import dots16, dots32, dots_of_halves, halves
 from dasllama_torch.triton_kernels.launch import PTX, early
 from dasllama_torch.triton_kernels.quantize_activation import Rounded
 
@@ -66,7 +66,7 @@ def _words_of_x(columns, i: tl.constexpr, live, R, SHARE: tl.constexpr, TABLE: t
         if TABLE:
             a = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live)
             b = tl.load((at + 16).to(tl.pointer_type(tl.uint32)), mask=live)
-            words = words + (blocks.by_turns(a, b) if PTX else (a, b))
+            words = words + blocks.by_turns(a, b, PTX)
         elif SHARE == 32:
             words = words + _two(at, live)
         else:
@@ -98,22 +98,12 @@ def _sums_of_x(s, chunk, R, ms, t, PTX: tl.constexpr):
 
 @triton.jit
 def _dots(
-    QTYPE: tl.constexpr, at0, at1, t, i: tl.constexpr, x, table, SHARE: tl.constexpr, TABLE: tl.constexpr,
-    TILES: tl.constexpr, PTX: tl.constexpr,
+    QTYPE: tl.constexpr, at0, at1, t, i: tl.constexpr, x, table, SHARE: tl.constexpr, TILES: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Of the elements from SHARE i on -> int32, four for each tile."""
     found = ()
-    if TABLE and PTX:
-        raw0, raw1 = fragments.nibbles(QTYPE, at0, t, i, PTX), fragments.nibbles(QTYPE, at1, t, i, PTX)
-        a0, c0, a2, c2 = blocks.apart(raw0, table[0], table[1], table[2], table[3])
-        a1, c1, a3, c3 = blocks.apart(raw1, table[0], table[1], table[2], table[3])
-        one = tl.full(a0.shape, 0x01010101, tl.uint32)
-        for j in tl.static_range(TILES):
-            b0, b1 = x[2 * j], x[2 * j + 1]
-            s0, s1, s2, s3 = dots32(one, one, one, one, b0, b1, PTX)
-            s0, s1, s2, s3 = dots32_more(s0, s1, s2, s3, a0, a1, a2, a3, b0, b1)
-            found = found + dots32_more(s0, s1, s2, s3, c0, c1, c2, c3, b0, b1)
-    elif SHARE == 32:
+    if SHARE == 32:
         a0, a2 = fragments.pair(QTYPE, at0, t, i, table, PTX)
         a1, a3 = fragments.pair(QTYPE, at1, t, i, table, PTX)
         for j in tl.static_range(TILES):
@@ -183,7 +173,7 @@ def tile_of_products(
             base = staging.sent(base)
     if EARLY and order is None:  # who has an order has waited for it
         tl.extra.cuda.gdc_wait()
-    values = blocks.halves(QTYPE, table, i) if TABLE and PTX else table
+    values = blocks.held(table, i, PTX) if TABLE else None
     ms, pairs = (), ()  # rows of x: of column g of each tile; of its columns 2 t and 2 t + 1
     for j in tl.static_range(TILES):
         ms = ms + (_row_of_x(order, g + 8 * j, M, share),)
@@ -199,20 +189,13 @@ def tile_of_products(
         if not EVEN:
             alive = chunk < n_chunks
             chunk = tl.minimum(chunk, n_chunks - 1)
-        columns, held, scales = (), (), ()
+        columns, held = (), ()
         for j in tl.static_range(TILES):
             column = ms[j] * 32 + t * (4 if TABLE else SHARE // 4)
             columns = columns + (q + (chunk.to(tl.int64) * (SPAN * R) + column),)
-        if HELD:
+        if HELD and BLOCK == SPAN:
             for k in tl.static_range(SPAN // SHARE):
-                there = None
-                if BLOCK != SPAN:
-                    block = chunk * (SPAN // BLOCK) + k
-                    if alive is not None:
-                        there = alive & (block < K // BLOCK)
-                        block = tl.minimum(block, K // BLOCK - 1)
-                    scales = scales + _scales_of_x(d, block, R, pairs)
-                held = held + _words_of_x(columns, k, there, R, SHARE, TABLE, PTX)
+                held = held + _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
         if BLOCK == SPAN:
             dx = _scales_of_x(d, chunk, R, pairs)
         if OFFSET:
@@ -241,7 +224,7 @@ def tile_of_products(
                         x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
                         x = _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TABLE, TILES, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
                     scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
@@ -281,12 +264,9 @@ def tile_of_products(
                         there = alive & (block < K // BLOCK)
                         block = tl.minimum(block, K // BLOCK - 1)
                         d0, d1 = tl.where(there, d0, 0.0), tl.where(there, d1, 0.0)
-                    if HELD:
-                        x, dx = held[2 * TILES * k : 2 * TILES * (k + 1)], scales[2 * TILES * k : 2 * TILES * (k + 1)]
-                    else:
-                        dx = _scales_of_x(d, block, R, pairs)
-                        x = _words_of_x(columns, k, there, R, SHARE, TABLE, PTX)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TABLE, TILES, PTX)
+                    dx = _scales_of_x(d, block, R, pairs)
+                    x = _words_of_x(columns, k, there, R, SHARE, TABLE, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
                         more = more + (

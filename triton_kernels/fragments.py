@@ -2,9 +2,9 @@
 read from shared memory (`staging.py`). `at` is a shared address, or a pointer, to SPAN elements of a row.
 
 Of each SHARE elements that have a scale together, 32 or 16, thread t of four holds words 2 t and 2 t + 1, or word t; of
-a type with a table words t and t + 4. As in `blocks.py`, element = d * scale * q + dmin * least, with q int8; of Q6_K
-they are 4 q, and d is a quarter. What several of these functions read has the same expressions in each, so that the
-compiler keeps one of them.
+a type with a table words t and t + 4, as `blocks.turns` has them. As in `blocks.py`, element = d * scale * q +
+dmin * least, with q int8; of Q6_K they are 4 q, and d is a quarter. What several of these functions read has the same
+expressions in each, so that the compiler keeps one of them.
 """
 
 import triton
@@ -24,23 +24,14 @@ SHARE = {
 
 
 @triton.jit
-def nibbles(QTYPE: tl.constexpr, at, t, i: tl.constexpr, PTX: tl.constexpr):
-    """Of a type with a table, word t of the nibbles of the 32 elements from 32 i on: of words t and t + 4 of them."""
-    if QTYPE == IQ4_XS:
-        return words(at + 4 * t, 16 * i + 8, 1, PTX)
-    elif QTYPE == IQ4_NL:
-        return word(at + 4 * t, 18 * i + 2, PTX)
-    else:
-        tl.static_assert(QTYPE == MXFP4)
-        return anywhere(at + 4 * t, 17 * i + 1, PTX)
-
-
-@triton.jit
 def pair(QTYPE: tl.constexpr, at, t, i: tl.constexpr, table, PTX: tl.constexpr):
-    """A thread's words of the 32 elements from 32 i on. table: for the plain form of a type that has one."""
-    if QTYPE == IQ4_XS or QTYPE == IQ4_NL or QTYPE == MXFP4:
-        raw = nibbles(QTYPE, at, t, i, PTX)
-        a, b = blocks.value(raw, 0, table), blocks.value(raw, 1, table)
+    """A thread's words of the 32 elements from 32 i on. table: what `blocks.held` gives for a type that has one."""
+    if QTYPE == IQ4_XS:
+        a, b = blocks.turns(words(at + 4 * t, 16 * i + 8, 1, PTX), table, PTX)
+    elif QTYPE == IQ4_NL:
+        a, b = blocks.turns(word(at + 4 * t, 18 * i + 2, PTX), table, PTX)
+    elif QTYPE == MXFP4:
+        a, b = blocks.turns(anywhere(at + 4 * t, 17 * i + 1, PTX), table, PTX)
     elif QTYPE == Q4_K or QTYPE == Q5_K:
         a, b = words(at + 8 * t, (16 if QTYPE == Q4_K else 48) + i // 2 * 32, 2, PTX)
         a, b = _nibbles(a, i % 2), _nibbles(b, i % 2)

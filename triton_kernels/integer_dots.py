@@ -85,17 +85,6 @@ def dots32(a0, a1, a2, a3, b0, b1, PTX: tl.constexpr):
 
 
 @triton.jit
-def dots32_more(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
-    """C plus `dots32` of A and B, on NVIDIA."""
-    return tl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
-        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def halves(low, high, PTX: tl.constexpr):
     """Two f32 as f16 in a uint32."""
     if PTX:
