@@ -104,11 +104,11 @@ def _multiply(
                 words = words + (above0, above1, below0, below1)
                 scales = scales + (blocks.scale(QTYPE, b, u, 0),)
             else:
-                dw = blocks.d(QTYPE, b, u)
                 for p in tl.static_range(PLANES):
                     words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX, True),)
                     scales = scales + (blocks.scale(QTYPE, b, u, p),)
                     leasts = leasts + (blocks.least(QTYPE, b, u, p),)
+                dw = blocks.d(QTYPE, b, u)
             ds = ds + (tl.where(live, dw, 0.0),)
             if OFFSET:
                 counted = live & (thread % PER == 0)  # once for a unit

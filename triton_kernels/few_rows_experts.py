@@ -100,6 +100,7 @@ def few_rows_experts_kernel(
         tl.store(y + entry * N + n, result.to(y.dtype.element_ty), mask=live & (n < N))
 
 
+CELLS = 4096  # ids and experts that are compared at once
 WARPS = 1  # of a program, which have all of K: the order of sums depends on nothing else
 
 
@@ -123,7 +124,7 @@ def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None
     with on_device(x):
         round_and_plan_kernel[(E + R * triton.cdiv(K // a.span, count),)](
             a.q, a.d, a.s, x, x.stride(0), order, tiles, ids, R, K, n, E, slots,
-            ggml_types.GGML_TYPES[qtype].lattice, a.span, count, bm, experts, max(16, 4096 // experts),
+            ggml_types.GGML_TYPES[qtype].lattice, a.span, count, bm, experts, max(16, CELLS // experts),
             num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
         few_rows_experts_kernel[(triton.cdiv(N, 16), slots)](
