@@ -5,8 +5,9 @@ thread. Each thread adds, with integer dots (dp4a on NVIDIA) on the lattice of t
 
     float(sum of scale * q_w * q_x) * (d * d_x)  +  (sum of least * s_x) * (dmin * d_x)    on Q8_1 without this d_x
 
-to f32 sums that stay apart by thread until the rows' end. What is read of x serves all BN rows of W; a word of W meets
-all ROWS rows of x while it is in a register. From 2 rows on the tensor cores multiply W of some types
+to f32 sums that stay apart by thread until the rows' end. Elements of types with a table of 16 are looked up where they
+are above 0 and where they are below, and both multiplied (`blocks.apart`). What is read of x serves all BN rows of W; a
+word of W meets all ROWS rows of x while it is in a register. From 2 rows on the tensor cores multiply W of some types
 (`few_rows_mma.py`). In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 

@@ -7,8 +7,8 @@ elements at a time, a chunk, multiplies x by one set of rows of W after another,
 
 to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in
 advance. Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a
-scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do. A row of x has the same result whatever other rows
-there are.
+scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do, or words t and t + 4 of types with a table. A row
+of x has the same result whatever other rows there are.
 
 Up to three matrices with one x may be one launch: their programs follow each other.
 M rows of x [M, K], N rows of W, K elements.
