@@ -84,6 +84,8 @@ def launches(types: list[str]) -> list:
         dequantize,
         embedding,
         few_rows,
+        few_rows_experts,
+        few_rows_mma,
         fused_round,
         gated_act,
         gated_delta_rule,
@@ -197,6 +199,9 @@ def launches(types: list[str]) -> list:
             functools.partial(dequantize.unpack, w, qtype.id, torch.bfloat16),
             functools.partial(embedding.embedding, slots, w, qtype.id, 1.0),
         ]
+        if few_rows_mma.serves(qtype.id):
+            args = torch.zeros(3, 1024), w[None], qtype.id, weight[None], slots
+            calls.append(functools.partial(few_rows_experts.few_rows_experts, *args))
     pair = [torch.zeros(64, ggml_types.by_name(name).row_bytes(1024), dtype=torch.uint8) for name in ("Q4_K", "Q6_K")]
     calls.append(
         lambda: few_rows.few_rows_together(

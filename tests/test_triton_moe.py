@@ -6,19 +6,28 @@ import torch
 from packed import FLOATS, TYPES, decode, random_rows
 from triton_device import DEVICE, cases, guarded, ragged
 
-from dasllama_torch.ops import ggml_types
+from dasllama_torch.ops import ggml_types, registry
 from dasllama_torch.ops.expert_linear import expert_linear as expert_linear_op
 from dasllama_torch.ops.expert_linear import expert_linear_backward as expert_linear_backward_op
 from dasllama_torch.ops.moe_combine import moe_combine as moe_combine_op
 from dasllama_torch.ops.moe_router import SIGMOID, SOFTMAX
 from dasllama_torch.ops.moe_router import moe_router as moe_router_op
 from dasllama_torch.triton_kernels import expert_linear as module
-from dasllama_torch.triton_kernels import grouped_rows
+from dasllama_torch.triton_kernels import few_rows_experts, grouped_rows
 from dasllama_torch.triton_kernels.expert_linear import expert_linear, expert_linear_backward
 from dasllama_torch.triton_kernels.moe_combine import moe_combine
 from dasllama_torch.triton_kernels.moe_router import moe_router
 
 PACKED = [row for row in TYPES if row.name in ("Q4_K", "Q5_0", "MXFP4")]
+TOGETHER = [
+    ("Q4_K", 768),
+    ("Q5_K", 768),
+    ("Q6_K", 512),
+    ("Q8_0", 288),
+    ("IQ4_NL", 288),
+    ("IQ4_XS", 768),
+    ("MXFP4", 288),
+]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -78,6 +87,33 @@ def test_few_tokens(row, native):
         x = torch.randn(T, k, K) if each else torch.randn(T, K)
         found = expert_linear(ragged(x), guarded(w), row.id, ids.to(DEVICE), bias.to(DEVICE), native)
         assert_near(found, expert_linear_op.reference(x, w, row.id, ids, bias, native), tolerances.TRITON_PRODUCT)
+
+
+@pytest.mark.parametrize("case", cases(TOGETHER, TOGETHER[-1]), ids=str)
+def test_rows_of_an_expert_share_its_matrix(case, monkeypatch):
+    """Experts that have no row, one and more than a tile's; ids that are none. Rows are the same in other batches,
+    whose tiles are of other sizes."""
+    monkeypatch.setattr(module, "_least", lambda _: 0)
+    monkeypatch.setattr(few_rows_experts, "CELLS", 512)  # entries come to the plan in several pieces
+    name, K = case
+    row, (E, N, T) = ggml_types.by_name(name), (19, 21, 34)
+    w, bias, x = stack(row, E, N, K), torch.randn(E, N), torch.randn(T, K)
+    ids = torch.stack([torch.full((T,), E - 1), torch.randint(0, 7, (T,))], 1)
+    ids[3, 1], ids[5, 1] = E, -1
+    placed = guarded(w)
+
+    def call(at: slice) -> torch.Tensor:
+        return expert_linear(ragged(x[at]), placed, row.id, ids[at].to(DEVICE), bias.to(DEVICE), True).cpu()
+
+    registry.reset_report()
+    found = call(slice(None))
+    assert list(registry.report()["expert_linear"]) == ["triton/few_rows_experts"]
+    known = (ids >= 0) & (ids < E)
+    wanted = expert_linear_op.reference(x, w, row.id, ids.clamp(0, E - 1), bias, True)
+    assert found[~known].isnan().all()
+    assert_near(found[known], wanted[known], tolerances.TRITON_PRODUCT)
+    for at in cases([slice(2, 4), slice(0, 11), slice(9, 34)], slice(2, 4)):
+        assert torch.equal(call(at).view(torch.int32), found[at].view(torch.int32))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -93,7 +93,7 @@ def test_counts_of_rows_and_leading_dims(M):
     assert quant_linear(x.to(DEVICE), w[:0].to(DEVICE), row.id, None, True).shape == (1, M, 0)
 
 
-@pytest.mark.parametrize("name", cases(["Q4_K", "Q5_K", "Q6_K", "Q8_0"], "Q4_K"))
+@pytest.mark.parametrize("name", cases(["Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"], "Q4_K", "MXFP4"))
 def test_a_row_is_the_same_in_every_batch(name):
     """On the tensor cores, from two rows on, also where matrices share a launch: more of K than its warps take at once,
     and rows of W beyond a tile."""
@@ -108,11 +108,12 @@ def test_a_row_is_the_same_in_every_batch(name):
         assert torch.equal(torch.cat(parts, 1), whole[:M])
 
 
+WIDTHS = [("Q4_K", 768), ("Q5_K", 1024), ("Q6_K", 768), ("Q8_0", 800), ("IQ4_NL", 800), ("IQ4_XS", 768), ("MXFP4", 800)]
 SHAPES = [(1, 1, 4), (1, 2, 5), (1, 4, 2), (2, 1, 3), (2, 2, 2), (4, 1, 4)]
 
 
 @pytest.mark.parametrize("shape", cases(SHAPES, (2, 2, 2)), ids=str)
-@pytest.mark.parametrize("case", cases([("Q4_K", 768), ("Q5_K", 1024), ("Q6_K", 768), ("Q8_0", 800)], ("Q8_0", 800)))
+@pytest.mark.parametrize("case", cases(WIDTHS, ("Q8_0", 800), ("MXFP4", 800)), ids=str)
 def test_shapes_of_programs(case, shape, monkeypatch):
     """On the tensor cores: sets of rows of W, warps that share K evenly and not, slots for what is on its way, and rows
     that begin in the middle of what memory gives."""
@@ -120,7 +121,7 @@ def test_shapes_of_programs(case, shape, monkeypatch):
     row = ggml_types.by_name(name)
     monkeypatch.setattr(few_rows_mma, "shape", lambda *_: shape)
     w, x = random_rows(row, 37, K), torch.randn(9, K)
-    placed = guarded(w, before=1)  # to a multiple of 2 bytes, or of 16
+    placed = guarded(w, before=1)  # to a multiple of 2 bytes, or of 16, or of none
     found = quant_linear(x.to(DEVICE), placed, row.id, None, True)
     error = (found.cpu() - op.reference(x, w, row.id, None, True)).abs()
     assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
@@ -128,7 +129,7 @@ def test_shapes_of_programs(case, shape, monkeypatch):
     assert torch.equal(quant_linear(x.to(DEVICE), placed, row.id, None, True), found)
 
 
-@pytest.mark.parametrize("name", cases(["Q4_K", "Q6_K", "Q8_0", "Q4_1"], "Q6_K"))
+@pytest.mark.parametrize("name", cases(["Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4"], "Q6_K"))
 def test_one_long_row(name):
     """Several warps share K, and their last steps have less to do."""
     row = ggml_types.by_name(name)

@@ -74,15 +74,15 @@ _VALUES = {
 
 @functools.cache
 def table(qtype: int, device: torch.device) -> torch.Tensor:
-    """The codebook of a type as `word` reads it: int8 values, or a grid's points as words of four int8 coordinates
-    (eighths for IQ1). A type without one gets an empty tensor.
+    """The codebook of a type as `word` reads it: int8 values, twice (`held`), or a grid's points as words of four int8
+    coordinates (eighths for IQ1). A type without one gets an empty tensor.
     """
     with torch.inference_mode(False):  # the table outlives the call
         if qtype in _GRIDS:
             points = torch.tensor(getattr(codebooks, _GRIDS[qtype]).points(), dtype=torch.int8)
             scale = 8 if _GRIDS[qtype] == "IQ1_S_GRID" else 1
             return (points * scale).view(torch.int32).to(device)
-        return torch.tensor(_VALUES.get(qtype, ()), dtype=torch.int8).to(device)
+        return torch.tensor(_VALUES.get(qtype, ()) * 2, dtype=torch.int8).to(device)
 
 
 def _lookup_asm(values: tuple[int, ...]) -> str:
@@ -113,6 +113,32 @@ def _lookup_asm(values: tuple[int, ...]) -> str:
 
 _IQ4_ASM = tl.constexpr(_lookup_asm(codebooks.IQ4_VALUES))
 _FP4_ASM = tl.constexpr(_lookup_asm(codebooks.FP4_VALUES))
+_TURNS_ASM = tl.constexpr("""{
+    .reg .b32 index, pick, low, high;
+    and.b32 index, $2, 0x77777777;
+    shr.u32 pick, $2, 1;
+    and.b32 pick, pick, 0x44444444;
+    or.b32 pick, pick, 0x32103210;
+    prmt.b32 low, $3, $4, index;
+    prmt.b32 high, $5, $6, index;
+    prmt.b32 $0, low, high, pick;
+    shr.u32 index, index, 16;
+    shr.u32 pick, pick, 16;
+    prmt.b32 low, $3, $4, index;
+    prmt.b32 high, $5, $6, index;
+    prmt.b32 $1, low, high, pick;
+}""")
+_APART_ASM = tl.constexpr("""{
+    .reg .b32 own, other;
+    mov.b32 own, $4;
+    xor.b32 other, own, 0x88888888;
+    prmt.b32 $0, $5, $6, own;
+    prmt.b32 $2, $7, $8, other;
+    shr.u32 own, own, 16;
+    shr.u32 other, other, 16;
+    prmt.b32 $1, $5, $6, own;
+    prmt.b32 $3, $7, $8, other;
+}""")
 
 Q4_0, Q4_1 = tl.constexpr(ggml_types.Q4_0), tl.constexpr(ggml_types.Q4_1)
 Q5_0, Q5_1 = tl.constexpr(ggml_types.Q5_0), tl.constexpr(ggml_types.Q5_1)
@@ -355,6 +381,102 @@ def word(QTYPE: tl.constexpr, b, u, p, w, table, PTX: tl.constexpr, RUN: tl.cons
         return _iq1(table, _byte(b + pt) | (code & 7) << 8, half, code >> 3)
 
 
+# ---- the elements of types with a table of 16, for integer dots -----------------------------------------------------
+
+TABLES = {ggml_types.IQ4_NL, ggml_types.IQ4_XS, ggml_types.MXFP4}  # with two planes of 16, one in the low nibbles
+
+
+@triton.jit
+def by_turns(a, b, PTX: tl.constexpr):
+    """Bytes of two words by turns -> the first and the last four of them. The plain form leaves them as they are: what
+    they multiply is in the order of `turns`, which has none elsewhere."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a; prmt.b32 a, $2, $3, 0x7362; prmt.b32 $0, $2, $3, 0x5140; mov.b32 $1, a;}",
+            "=r,=r,r,r", [a, b], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return a, b
+
+
+@triton.jit
+def held(table, i, PTX: tl.constexpr):
+    """The table of one of these types as `turns` wants it: in four words for each thread i. Odd ones have the second of
+    two that are alike: what is the same in a warp, compilers copy for each use."""
+    if PTX:
+        at = table.to(tl.pointer_type(tl.uint32)) + i % 2 * 4
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    else:
+        return table
+
+
+@triton.jit
+def turns(raw, table, PTX: tl.constexpr):
+    """A word of nibbles -> int8 elements in two words, as `by_turns` has a word of each plane."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _TURNS_ASM, "=&r,=&r,r,r,r,r,r", [raw, table[0], table[1], table[2], table[3]],
+            dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _lookup(raw, 0, table, "", False), _lookup(raw, 1, table, "", False)
+
+
+@triton.jit
+def _behind(b, HEAD: tl.constexpr, i):
+    """Words i [T, 4], 0 to 3, behind HEAD <= 2 bytes at any b [T] -> those bytes, lowest in a uint32 [T], and the words
+    [T, 4]: loads of whole words, each of which holds something of it."""
+    T: tl.constexpr = b.shape[0]
+    odd = (b.to(tl.uint64) & 3).to(tl.int32)
+    low = tl.load(((b - odd)[:, None] + 4 * i).to(tl.pointer_type(tl.uint32)))
+    end = tl.load((b - odd + 16).to(tl.pointer_type(tl.uint32)))
+    even, odds = tl.split(tl.reshape(low, [T, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odds)
+    bits = ((odd + HEAD) * 8).to(tl.uint64)
+    even = tl.join(_shifted(w0, w1, bits), _shifted(w2, w3, bits))
+    odds = tl.join(_shifted(w1, w2, bits), _shifted(w3, end, bits))
+    return w0 >> (odd * 8).to(tl.uint32), tl.reshape(tl.join(even, odds), [T, 4])
+
+
+@triton.jit
+def magnitudes(QTYPE: tl.constexpr, table, i):
+    """For each thread i, of a type of TABLES: two words of the values of nibbles below 8, and two of the others, which
+    have the other sign."""
+    w0, w1, w2, w3 = held(table, i, True)
+    if QTYPE == MXFP4:
+        return w0, w1, w0, w1
+    else:
+        return (w0 ^ 0xFFFFFFFF) + 0x01010101, (w1 ^ 0xFFFFFFFF) + 0x01010101, w2, w3
+
+
+@triton.jit
+def apart(QTYPE: tl.constexpr, b, u, w, halves):
+    """Units u [T] of a type of TABLES at b [T], words w [T, 4], for NVIDIA: magnitudes of elements above 0 in two words
+    [T, 4] and of those below 0 in two, with 0 for the others, in the order of `by_turns`; and d f32 [T].
+
+    prmt picks four of eight bytes by the low three bits of four nibbles. The upper bit has it take the sign of a byte,
+    which magnitudes do not have, in place of the byte: as each half of a table has one sign, nothing has to choose."""
+    if QTYPE == IQ4_XS:
+        raw, found = _word(b[:, None], 8, 4 * u[:, None] + w, 4), d(QTYPE, b, u)
+    elif QTYPE == IQ4_NL:
+        head, raw = _behind(b, 2, w)
+        found = _as_f16(head)
+    else:
+        tl.static_assert(QTYPE == MXFP4)
+        head, raw = _behind(b, 1, w)
+        found = _e8m0(head & 255)
+    x0, x1, y0, y1 = tl.inline_asm_elementwise(
+        _APART_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [raw, halves[0][:, None], halves[1][:, None], halves[2][:, None], halves[3][:, None]],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+    )  # fmt: skip
+    if QTYPE == MXFP4:
+        return x0, x1, y0, y1, found
+    else:
+        return y0, y1, x0, x1, found
+
+
 # ---- their scales ---------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +534,7 @@ def d(QTYPE: tl.constexpr, b, u):
         return _f16(b + 80)
     elif QTYPE == Q3_K:
         return _f16(b + 108)
-    elif QTYPE == Q4_K or QTYPE == Q5_K:
+    elif QTYPE == Q4_K or QTYPE == Q5_K or QTYPE == IQ4_XS:
         return _as_f16(tl.load(b.to(tl.pointer_type(tl.uint64))))
     elif QTYPE == Q6_K:
         return _f16(b + 208) * 0.25
@@ -449,9 +571,11 @@ def scale(QTYPE: tl.constexpr, b, u, p):
     elif QTYPE == Q6_K:
         both = _short(b + 192 + u // 2 * 8 + p * 2)  # one load for two units
         return (both >> (u % 2 * 8).to(tl.uint32)).to(tl.int8).to(tl.int32)
-    elif QTYPE == IQ4_XS:
-        high = _byte(b + 2 + u // 4) >> (u % 4 * 2).to(tl.uint32) & 3
-        return (_nibble_of(b + 4, u) | high << 4).to(tl.int32) - 32
+    elif QTYPE == IQ4_XS:  # in the one load that has d
+        head = tl.load(b.to(tl.pointer_type(tl.uint64)))
+        low = (head >> 32).to(tl.uint32) >> (u * 4).to(tl.uint32)
+        high = head.to(tl.uint32) >> (u * 2 + 16).to(tl.uint32)
+        return (low & 15 | (high & 3) << 4).to(tl.int32) - 32
     elif QTYPE == IQ2_XXS:
         return _odd(_short(b + 8 + u // 2 * 8) >> 12)
     elif QTYPE == IQ2_XS:

@@ -5,8 +5,9 @@ thread. Each thread adds, with integer dots (dp4a on NVIDIA) on the lattice of t
 
     float(sum of scale * q_w * q_x) * (d * d_x)  +  (sum of least * s_x) * (dmin * d_x)    on Q8_1 without this d_x
 
-to f32 sums that stay apart by thread until the rows' end. What is read of x serves all BN rows of W; a word of W meets
-all ROWS rows of x while it is in a register. From 2 rows on the tensor cores multiply W of some types
+to f32 sums that stay apart by thread until the rows' end. Elements of types with a table of 16 are looked up where they
+are above 0 and where they are below, and both multiplied (`blocks.apart`). What is read of x serves all BN rows of W; a
+word of W meets all ROWS rows of x while it is in a register. From 2 rows on the tensor cores multiply W of some types
 (`few_rows_mma.py`). In f32, words are decoded to floats and multiplied by x.
 ROWS rows of x [M, K], N rows of W, K elements; row M and up repeat the last and are not stored.
 
@@ -30,11 +31,14 @@ from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 
 
 @triton.jit
-def _named(ids, E):
-    """The matrix of this program's row, and whether there is one of that id."""
-    id_ = tl.load(ids + tl.program_id(1)).to(tl.int64)
+def _named(ids, E, share, y, packed, N, row_bytes):
+    """Of this program's row of y: it, its row of x, the matrix, rows of matrices before that one, and whether there is
+    a matrix of that id."""
+    entry = tl.program_id(1).to(tl.int64)
+    id_ = tl.load(ids + entry).to(tl.int64)
     known = (id_ >= 0) & (id_ < E)
-    return tl.where(known, id_, 0), known
+    id_ = tl.where(known, id_, 0)
+    return y + entry * N, entry // share, packed + id_ * N * row_bytes, id_ * N, known
 
 
 @triton.jit
@@ -72,6 +76,7 @@ def _multiply(
     """A program's rows of y."""
     T: tl.constexpr = 32 * WARPS
     PER: tl.constexpr = 4 // WORDS  # threads of a unit
+    TABLE: tl.constexpr = PTX and (QTYPE == blocks.MXFP4 or QTYPE == blocks.IQ4_NL or QTYPE == blocks.IQ4_XS)
     thread = tl.arange(0, T)
     lane, w = thread // PER, (thread % PER * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
     n_units, last = K // (16 * PLANES), K // BLOCK - 1
@@ -83,6 +88,8 @@ def _multiply(
             for one in tl.static_range(BN):
                 prefetch(rows[one], tl.minimum(AHEAD, K // BLOCK * BYTES), thread == 0)
         tl.extra.cuda.gdc_wait()  # and lets nobody begin before it ends: who waits takes the place of who reads
+    if TABLE:
+        halves = blocks.magnitudes(QTYPE, table, thread)
     x_words = q.to(tl.pointer_type(tl.uint32))
     acc = ()
     for _ in tl.static_range(BN * ROWS):
@@ -93,11 +100,17 @@ def _multiply(
         words, scales, leasts, ds, lows = (), (), (), (), ()
         for n in tl.static_range(BN):
             b = rows[n] + at
-            for p in tl.static_range(PLANES):
-                words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX, True),)
-                scales = scales + (blocks.scale(QTYPE, b, u, p),)
-                leasts = leasts + (blocks.least(QTYPE, b, u, p),)
-            ds = ds + (tl.where(live, blocks.d(QTYPE, b, u), 0.0),)
+            if TABLE:
+                above0, above1, below0, below1, dw = blocks.apart(QTYPE, b, u, w, halves)
+                words = words + (above0, above1, below0, below1)
+                scales = scales + (blocks.scale(QTYPE, b, u, 0),)
+            else:
+                for p in tl.static_range(PLANES):
+                    words = words + (blocks.word(QTYPE, b[:, None], u[:, None], p, w, table, PTX, True),)
+                    scales = scales + (blocks.scale(QTYPE, b, u, p),)
+                    leasts = leasts + (blocks.least(QTYPE, b, u, p),)
+                dw = blocks.d(QTYPE, b, u)
+            ds = ds + (tl.where(live, dw, 0.0),)
             if OFFSET:
                 counted = live & (thread % PER == 0)  # once for a unit
                 lows = lows + (tl.where(counted, blocks.dmin(QTYPE, b), 0.0),)
@@ -111,13 +124,22 @@ def _multiply(
                 if OFFSET:
                     sums = sums + (tl.load(s + ((e // SPAN * R + m) * (SPAN // 16) + e % SPAN // 16)),)
             dx = tl.load(d + (start // SPAN * R + m))
+            if TABLE:
+                xs = blocks.by_turns(xs[0], xs[1], PTX)
             for n in tl.static_range(BN):
                 dots, low = tl.zeros([T], tl.int32), tl.zeros([T], tl.float32)
-                for p in tl.static_range(PLANES):
-                    dot = dot4(words[n * PLANES + p], xs[p], tl.zeros([T, WORDS], tl.int32), PTX)
-                    dots += tl.sum(dot, 1) * scales[n * PLANES + p]
-                    if OFFSET:
-                        low += leasts[n * PLANES + p] * sums[p]
+                if TABLE:
+                    above, below = tl.zeros([T, WORDS], tl.int32), tl.zeros([T, WORDS], tl.int32)
+                    for p in tl.static_range(2):
+                        above = dot4(words[4 * n + p], xs[p], above, PTX)
+                        below = dot4(words[4 * n + 2 + p], xs[p], below, PTX)
+                    dots = tl.sum(above - below, 1) * scales[n]
+                else:
+                    for p in tl.static_range(PLANES):
+                        dot = dot4(words[n * PLANES + p], xs[p], tl.zeros([T, WORDS], tl.int32), PTX)
+                        dots += tl.sum(dot, 1) * scales[n * PLANES + p]
+                        if OFFSET:
+                            low += leasts[n * PLANES + p] * sums[p]
                 result = acc[r * BN + n] + dots.to(tl.float32) * (ds[n] * dx)
                 if OFFSET:
                     result += low * (lows[n] * dx if SPAN == 256 else lows[n])
@@ -145,13 +167,9 @@ def few_rows_native_kernel(
     if ids is not None:
         if EARLY:  # ids may be new, too
             tl.extra.cuda.gdc_wait()
-        id_, known = _named(ids, E)
-        entry = tl.program_id(1).to(tl.int64)
-        packed += id_ * N * (K // BLOCK * BYTES)
-        y += entry * N
-        x_row = entry // share
+        y, x_row, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
         if bias is not None:
-            bias += id_ * N
+            bias += before
     if MIXED:
         is_other = tl.program_id(0) >= other
     else:
@@ -178,13 +196,10 @@ def few_rows_float_kernel(
 ):  # fmt: skip
     known = None
     if ids is not None:
-        id_, known = _named(ids, E)
-        i = tl.program_id(1).to(tl.int64)
-        packed += id_ * N * (K // BLOCK * BYTES)
-        y += i * N
-        x += i // share * x_stride
+        y, row_of_x, packed, before, known = _named(ids, E, share, y, packed, N, K // BLOCK * BYTES)
+        x += row_of_x * x_stride
         if bias is not None:
-            bias += id_ * N
+            bias += before
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = packed + (tl.minimum(n, N - 1).to(tl.int64) * (K // BLOCK * BYTES))[:, None]
     n_units = K // (16 * PLANES)
@@ -219,6 +234,7 @@ _WORDS = {  # of a unit that a thread holds; one where a type is not named
     ggml_types.Q5_K: 4,
     ggml_types.Q6_K: 2,
     ggml_types.Q8_0: 4,
+    **dict.fromkeys(blocks.TABLES, 4),
 }
 
 
@@ -229,6 +245,8 @@ def _tile(qtype: int, rows: int, total: int, K: int, row_bytes: int) -> tuple[in
     warps = 2 if K >= 8192 else 1
     if rows > 1:
         return 2, warps, 1
+    if warps == 2 and total >= 4096 and qtype in blocks.TABLES:
+        return 4, warps, 1
     unroll = 1 if qtype == ggml_types.Q4_K or (qtype == ggml_types.Q6_K and warps == 1) else 2
     return (4 if total >= 8192 and row_bytes <= 4096 else 2 if total >= 2048 else 1), warps, unroll
 

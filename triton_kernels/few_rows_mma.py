@@ -7,8 +7,8 @@ elements at a time, a chunk, multiplies x by one set of rows of W after another,
 
 to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in
 advance. Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a
-scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do. A row of x has the same result whatever other rows
-there are.
+scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do, or words t and t + 4 of types with a table. A row
+of x has the same result whatever other rows there are.
 
 Up to three matrices with one x may be one launch: their programs follow each other.
 M rows of x [M, K], N rows of W, K elements.
@@ -57,35 +57,38 @@ def _two(at, live):
 
 
 @triton.jit
-def _words_of_x(columns, i: tl.constexpr, live, M, SHARE: tl.constexpr):
+def _words_of_x(columns, i: tl.constexpr, live, R, SHARE: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):
     """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one. live:
     whether there are such elements, or None."""
     words = ()
     for j in tl.static_range(len(columns)):
-        at = columns[j] + i * SHARE // 32 * 32 * M + i * SHARE % 32
-        words = words + (_two(at, live) if SHARE == 32 else (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live),))
+        at = columns[j] + i * SHARE // 32 * 32 * R + i * SHARE % 32
+        if TABLE:
+            a = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live)
+            b = tl.load((at + 16).to(tl.pointer_type(tl.uint32)), mask=live)
+            words = words + blocks.by_turns(a, b, PTX)
+        elif SHARE == 32:
+            words = words + _two(at, live)
+        else:
+            words = words + (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live),)
     return words
 
 
 @triton.jit
-def _scales_of_x(d, block, M, t, TILES: tl.constexpr):
+def _scales_of_x(d, block, R, ms):
     """d of columns 2 t and 2 t + 1, tile by tile."""
     found = ()
-    for j in tl.static_range(TILES):
-        m = 8 * j + 2 * t
-        found = found + (
-            tl.load(d + block * M + tl.minimum(m, M - 1)),
-            tl.load(d + block * M + tl.minimum(m + 1, M - 1)),
-        )
+    for j in tl.static_range(len(ms)):
+        found = found + (tl.load(d + block * R + ms[j]),)
     return found
 
 
 @triton.jit
-def _sums_of_x(s, chunk, M, g, t, TILES: tl.constexpr, PTX: tl.constexpr):
+def _sums_of_x(s, chunk, R, ms, t, PTX: tl.constexpr):
     """Sums of 16 elements of columns g, as f16: 2 t and 2 t + 1 in a uint32, and those 8 further on."""
     found = ()
-    for j in tl.static_range(TILES):
-        at = s + (chunk * M + tl.minimum(g + 8 * j, M - 1)) * 16 + 2 * t
+    for j in tl.static_range(len(ms)):
+        at = s + (chunk * R + ms[j]) * 16 + 2 * t
         for half in tl.static_range(2):
             low, high = _two(at + 8 * half, None)
             low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
@@ -95,13 +98,14 @@ def _sums_of_x(s, chunk, M, g, t, TILES: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _dots(
-    QTYPE: tl.constexpr, at0, at1, t, i: tl.constexpr, x, SHARE: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr
-):
+    QTYPE: tl.constexpr, at0, at1, t, i: tl.constexpr, x, table, SHARE: tl.constexpr, TILES: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
     """Of the elements from SHARE i on -> int32, four for each tile."""
     found = ()
     if SHARE == 32:
-        a0, a2 = fragments.pair(QTYPE, at0, t, i, PTX)
-        a1, a3 = fragments.pair(QTYPE, at1, t, i, PTX)
+        a0, a2 = fragments.pair(QTYPE, at0, t, i, table, PTX)
+        a1, a3 = fragments.pair(QTYPE, at1, t, i, table, PTX)
         for j in tl.static_range(TILES):
             found = found + dots32(a0, a1, a2, a3, x[2 * j], x[2 * j + 1], PTX)
     else:
@@ -133,23 +137,25 @@ def _beside(v, A: tl.constexpr):
         return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [v[0].shape[0], A])
 
 
-@triton.jit(do_not_specialize=APART)
-def few_rows_mma_kernel(
-    y, q, d, s, packed, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
+@triton.jit
+def _row_of_x(order, m, M, share):
+    """The row of x that is column m of M; the last one again beyond them. order: entries, `share` of a row each."""
+    m = tl.minimum(m, M - 1)
+    return m if order is None else tl.load(order + m) // share
+
+
+@triton.jit
+def tile_of_products(
+    q, d, s, packed, table, tile, order, share, R, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
+    TABLE: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
     HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """q, d and s as `Rounded` has them, with blocks of BLOCK. ROWS: M where kernels are compiled for it, or 0. EVEN:
-    all warps have the same number of whole chunks. HELD: a chunk of x stays in registers; otherwise it is read where it
-    is multiplied."""
-    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16 * SETS)
-    if ROWS:
-        M = ROWS
+    """Of M columns, rows of x of which there are R: f32 results of a program with their n and column, each [32, .]."""
     T: tl.constexpr = 32 * WARPS
     CHUNK: tl.constexpr = SPAN // BLOCK * BYTES
-    GRAIN: tl.constexpr = 16 if BYTES % 16 == 0 else 2
+    GRAIN: tl.constexpr = 16 if BYTES % 16 == 0 else 2 - BYTES % 2
     SLOT: tl.constexpr = 16 * STRIDE
     i = tl.arange(0, T)
     warp, g, t = i // 32, i % 32 // 4, i % 4
@@ -165,8 +171,14 @@ def few_rows_mma_kernel(
             pair = rows[2 * (step % SETS) : 2 * (step % SETS) + 2]
             _send(base + step * SLOT, pair, step // SETS * WARPS + warp, end, t, CHUNK, BLOCK, STRIDE, LINE, GRAIN)
             base = staging.sent(base)
-    if EARLY:
+    if EARLY and order is None:  # who has an order has waited for it
         tl.extra.cuda.gdc_wait()
+    values = blocks.held(table, i, PTX) if TABLE else None
+    ms, pairs = (), ()  # rows of x: of column g of each tile; of its columns 2 t and 2 t + 1
+    for j in tl.static_range(TILES):
+        ms = ms + (_row_of_x(order, g + 8 * j, M, share),)
+        for odd in tl.static_range(2):
+            pairs = pairs + (_row_of_x(order, 8 * j + 2 * t + odd, M, share),)
     acc = ()
     for _ in tl.static_range(4 * TILES * SETS):
         acc = acc + (tl.zeros([T], tl.float32),)
@@ -179,15 +191,15 @@ def few_rows_mma_kernel(
             chunk = tl.minimum(chunk, n_chunks - 1)
         columns, held = (), ()
         for j in tl.static_range(TILES):
-            column = tl.minimum(g + 8 * j, M - 1) * 32 + t * (SHARE // 4)
-            columns = columns + (q + (chunk.to(tl.int64) * (SPAN * M) + column),)
+            column = ms[j] * 32 + t * (4 if TABLE else SHARE // 4)
+            columns = columns + (q + (chunk.to(tl.int64) * (SPAN * R) + column),)
         if HELD and BLOCK == SPAN:
             for k in tl.static_range(SPAN // SHARE):
-                held = held + _words_of_x(columns, k, None, M, SHARE)
+                held = held + _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
         if BLOCK == SPAN:
-            dx = _scales_of_x(d, chunk, M, t, TILES)
+            dx = _scales_of_x(d, chunk, R, pairs)
         if OFFSET:
-            sx = _sums_of_x(s, chunk, M, g, t, TILES, PTX)
+            sx = _sums_of_x(s, chunk, R, ms, t, PTX)
         added = ()
         for one in tl.static_range(SETS):
             if PTX:
@@ -211,8 +223,8 @@ def few_rows_mma_kernel(
                     if HELD:
                         x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
                     else:
-                        x = _words_of_x(columns, k, None, M, SHARE)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
+                        x = _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
                     scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
@@ -252,9 +264,9 @@ def few_rows_mma_kernel(
                         there = alive & (block < K // BLOCK)
                         block = tl.minimum(block, K // BLOCK - 1)
                         d0, d1 = tl.where(there, d0, 0.0), tl.where(there, d1, 0.0)
-                    dx = _scales_of_x(d, block, M, t, TILES)
-                    x = _words_of_x(columns, k, there, M, SHARE)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, SHARE, TILES, PTX)
+                    dx = _scales_of_x(d, block, R, pairs)
+                    x = _words_of_x(columns, k, there, R, SHARE, TABLE, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
                         more = more + (
@@ -271,6 +283,28 @@ def few_rows_mma_kernel(
     lane, k = tl.arange(0, 32)[:, None], tl.arange(0, A)[None, :]
     n = tile * (16 * SETS) + k // (4 * TILES) * 16 + k % 4 // 2 * 8 + lane // 4
     m = k // 4 % TILES * 8 + lane % 4 * 2 + k % 2
+    return result, n, m
+
+
+@triton.jit(do_not_specialize=APART)
+def few_rows_mma_kernel(
+    y, q, d, s, packed, table, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
+    QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
+    TABLE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr,
+    RESERVATION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """q, d and s as `Rounded` has them, with blocks of BLOCK. ROWS: M where kernels are compiled for it, or 0. EVEN:
+    all warps have the same number of whole chunks. HELD: a chunk of x stays in registers; otherwise it is read where it
+    is multiplied."""
+    tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16 * SETS)
+    if ROWS:
+        M = ROWS
+    result, n, m = tile_of_products(
+        q, d, s, packed, table, tile, None, 1, M, M, N, K,
+        QTYPE, OFFSET, BLOCK, BYTES, SHARE, TABLE, TILES, SETS, WARPS, EVEN, HELD, SLOTS, STRIDE, LINE, RESERVATION,
+        PTX, EARLY,
+    )  # fmt: skip
     live = (n < N) & (m < M)
     if bias is not None:
         result += tl.load(bias + n, mask=n < N, other=0.0)
@@ -284,6 +318,9 @@ _STRIDE = {  # bytes of a row in a slot, a chunk and what comes before it in its
     ggml_types.Q5_K: (208, 32),
     ggml_types.Q6_K: (240, 32),
     ggml_types.Q8_0: (288, 16),
+    ggml_types.IQ4_NL: (176, 16),
+    ggml_types.IQ4_XS: (176, 16),
+    ggml_types.MXFP4: (176, 16),
 }
 STAGED = 40 * 1024  # bytes of shared memory of a program
 
@@ -302,7 +339,25 @@ def shape(qtype: int, M: int, lengths: list[int], K: int) -> tuple[int, int, int
         warps = 1 if small else 2
     warps = min(warps, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
     sets = 2 if M > 8 and sum(lengths) >= (24576 if small else 65536) and warps < 4 else 1
-    return sets, warps, min(4, STAGED // (warps * 16 * _STRIDE[qtype][0]))
+    return sets, warps, slots_of(qtype, warps)
+
+
+def kind(qtype: int) -> tuple[int, ...]:
+    """What `tile_of_products` has to know of a type: QTYPE to TABLE."""
+    _, _, block, size, _ = blocks.layout(qtype)
+    return qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype], qtype in blocks.TABLES
+
+
+def program(qtype: int, K: int, sets: int, warps: int, slots: int) -> tuple:
+    """And of its program: SETS to RESERVATION."""
+    stride, line = _STRIDE[qtype]
+    held = sets > 1 or qtype == ggml_types.Q6_K
+    size = warps * slots * 16 * stride
+    return sets, warps, K % (SPAN.value * warps) == 0, held, slots, stride, line, staging.reservation(size)
+
+
+def slots_of(qtype: int, warps: int) -> int:
+    return min(4, STAGED // (warps * 16 * _STRIDE[qtype][0]))
 
 
 def launch(
@@ -311,14 +366,9 @@ def launch(
 ) -> None:  # fmt: skip
     """As `few_rows.few_rows_together`; lengths: rows of each matrix; apart: w1 to N2."""
     M, K = a.rows, a.width
-    _, _, block, size, _ = blocks.layout(qtype)
-    stride, line = _STRIDE[qtype]
     sets, warps, slots = shape(qtype, M, lengths, K)
     few_rows_mma_kernel[(sum(triton.cdiv(n, 16 * sets) for n in lengths),)](
-        y, a.q, a.d, a.s, w, bias, residual, total, *apart, M, lengths[0], K,
-        qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype],
-        M if M in (2, 4, 8, 16) else 0, 1 if M <= 8 else 2, sets, warps, K % (SPAN.value * warps) == 0,
-        sets > 1 or qtype == ggml_types.Q6_K, slots, stride, line,
-        staging.reservation(warps * slots * 16 * stride), PTX,
+        y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, *apart, M, lengths[0], K,
+        *kind(qtype), M if M in (2, 4, 8, 16) else 0, 1 if M <= 8 else 2, *program(qtype, K, sets, warps, slots), PTX,
         num_warps=warps, **early(w),
     )  # fmt: skip

@@ -91,10 +91,14 @@ def arrived(at, LATER: tl.constexpr):
 
 @triton.jit
 def words(at, first: tl.constexpr, COUNT: tl.constexpr, PTX: tl.constexpr):
-    """2 or 4 uint32 from byte `first` of `at` on, both multiples of their size."""
+    """1, 2 or 4 uint32 from byte `first` of `at` on, both multiples of their size."""
     if PTX:
         at += first
-        if COUNT == 2:
+        if COUNT == 1:
+            return tl.inline_asm_elementwise(
+                "ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=tl.uint32, is_pure=True, pack=1
+            )
+        elif COUNT == 2:
             return tl.inline_asm_elementwise(
                 "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [at], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
             )
@@ -105,7 +109,9 @@ def words(at, first: tl.constexpr, COUNT: tl.constexpr, PTX: tl.constexpr):
             )  # fmt: skip
     else:
         at = at.to(tl.pointer_type(tl.uint32)) + first // 4
-        if COUNT == 2:
+        if COUNT == 1:
+            return tl.load(at)
+        elif COUNT == 2:
             return tl.load(at), tl.load(at + 1)
         else:
             return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -126,3 +132,32 @@ def short(at, first: tl.constexpr, PTX: tl.constexpr):
 def word(at, first: tl.constexpr, PTX: tl.constexpr):
     """A uint32 at an even byte."""
     return short(at, first, PTX) | short(at, first + 2, PTX) << 16
+
+
+@triton.jit
+def anywhere(at, first: tl.constexpr, PTX: tl.constexpr):
+    """A uint32 at any byte."""
+    if PTX:  # what depends on `at` is the same for every fourth `first`
+        from_whole = at + first % 4
+        whole = from_whole & 0xFFFFFFFC
+        low, high = words(whole, first // 4 * 4, 1, True), words(whole, first // 4 * 4 + 4, 1, True)
+        return tl.inline_asm_elementwise(
+            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, from_whole << 3],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = tl.load(at + first).to(tl.uint32)
+        for i in tl.static_range(1, 4):
+            found |= tl.load(at + (first + i)).to(tl.uint32) << 8 * i
+        return found
+
+
+@triton.jit
+def byte(at, first: tl.constexpr, PTX: tl.constexpr):
+    """A byte -> uint32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.shared.u8 $0, [$1];", "=r,r", [at + first], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(at + first).to(tl.uint32)
