@@ -26,7 +26,6 @@ struct Offsets {  // of kLanes rows from the first of them; general registers ad
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
-constexpr bool kSignsToX = true;               // whether x takes the signs of a grid's points, if its rows are few
 
 DASLLAMA_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
 DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm256_set1_epi32(v); }
@@ -197,6 +196,30 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return _mm256_add_epi16(first, second);
 }
 
+// Adds to sum the products of units, one or two of a group, times their groups' scales, which fill the units' words.
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w, Ints a, Ints scale) {
+  return add(sum, mul_pairs(byte_pairs<kMax>(w, a), scale));
+}
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w0, Ints a0, Ints w1, Ints a1, Ints scale) {
+  const Ints first = byte_pairs<kMax>(w0, a0), second = byte_pairs<kMax>(w1, a1);
+  if constexpr (kMax > 63) return add(add(sum, mul_pairs(first, scale)), mul_pairs(second, scale));
+  return add(sum, mul_pairs(_mm256_add_epi16(first, second), scale));
+}
+// Words that fill the units: for unit i, word group(i) of 16. Both lie in the same half of them.
+template <class Group>
+DASLLAMA_INLINE Ints words_of(__m256i words, const Group& group) {
+  const auto four = [&](int i) { return group(i) % 8 * 0x0202020202020202 + 0x0100010001000100; };
+  const Ints index = _mm256_set_epi64x(four(1), four(1), four(0), four(0));
+  return _mm256_shuffle_epi8(group(0) < 8 ? _mm256_permute2x128_si256(words, words, 0x00)
+                                          : _mm256_permute2x128_si256(words, words, 0x11), index);
+}
+// All units added up.
+DASLLAMA_INLINE Unit sum_units(Ints v) {
+  return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+
 // Four rows' dots of kParts units -> in each unit, the four rows' sums over it. Widened as late as 16 bits allow.
 template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
@@ -218,6 +241,11 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1] = _mm256_permute2x128_si256(a, b, 0x31);
 }
 
+// Units at p, p + 32, ... to w[0], those between them to w[1].
+DASLLAMA_INLINE void load_dealt_units(const uint8_t* p, Ints* w) {
+  w[0] = load_units(p, 32);
+  w[1] = load_units(p + 16, 32);
+}
 // The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
 DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
   w[0] = _mm256_permute2x128_si256(a, b, 0x20);
