@@ -9,9 +9,11 @@
 #include "../blocks.h"
 #if defined(DASLLAMA_ISA_AVX512)
 #include "simd_avx512.h"
+#include "gathers_x86.h"
 #include "wide_sums.h"
 #elif defined(DASLLAMA_ISA_AVX2)
 #include "simd_avx2.h"
+#include "gathers_x86.h"
 #else
 #include "simd_neon.h"
 #include "wide_sums.h"

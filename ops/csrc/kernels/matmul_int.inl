@@ -40,10 +40,27 @@ static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, in
   }
 }
 
+// Types of which AVX-512 leaves a single row of x to AVX2: strips of eight weight rows, those that are read and those that
+// are asked for, stay in the first-level cache where sixteen do not, and weights come from memory faster than arithmetic
+// of twice the width gains. Both keep what `x` holds, and give the same bits.
+#if defined(DASLLAMA_ISA_AVX512)
+template <class T, class... Types>
+constexpr bool kIsOneOf = (std::is_same_v<T, Types> || ...);
+template <class T>
+constexpr bool kRowByAvx2 = kIsOneOf<T, FastQ4_0, FastQ4_1, FastQ8_0, FastMXFP4, FastNVFP4>;
+#else
+template <class T>
+constexpr bool kRowByAvx2 = false;
+#endif
+
 template <class Source>
 static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
   switch (m_end - m_begin) {
-    case 1: return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
+    case 1:
+      if constexpr (kRowByAvx2<typename Source::Type>)
+        return int_kernels_avx2.matmul(p, n_begin, n_end, m_begin, m_end);
+      else
+        return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
     case 2: return matmul_few<Source, 2>(p, n_begin, n_end, m_begin);
     case 3: return matmul_few<Source, 3>(p, n_begin, n_end, m_begin);
     case kFewRows: return matmul_few<Source, kFewRows>(p, n_begin, n_end, m_begin);

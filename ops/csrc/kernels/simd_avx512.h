@@ -17,10 +17,6 @@ namespace int_dot {
 typedef __m128i Unit;
 typedef __m512i Ints;
 typedef __m512 Floats;
-struct Offsets {  // of kLanes rows from the first of them
-  __m512i lanes;
-  int64_t of[16];  // the same: general registers address memory
-};
 constexpr int kUnits = 4, kLanes = 16;
 constexpr int kTileRows = 6, kTileStrips = 2;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0x80;
@@ -87,36 +83,11 @@ DASLLAMA_INLINE void transpose_quad(Ints* v) {
   v[2] = _mm512_unpacklo_epi64(c, d);
   v[3] = _mm512_unpackhi_epi64(c, d);
 }
-DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
-  Offsets offset;
-  offset.lanes = load_ints(p);
-  for (int r = 0; r < 16; r++) offset.of[r] = p[r];
-  return offset;
-}
-// Four, eight or sixteen bytes of each row, as ints with a lane per row: rows that change places take less time than
-// several gathers.
-DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  return _mm512_i32gather_epi32(offset.lanes, reinterpret_cast<const int*>(base), 1);
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[2]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offset.of[r]));
-  };
-  const auto two = [&](int r) __attribute__((always_inline)) {
-    const auto unit = [&](int i) __attribute__((always_inline)) { return _mm_unpacklo_epi64(row(i), row(i + 1)); };
-    return _mm512_castsi512_ps(join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)}));
-  };
-  const __m512 first = two(0), second = two(2);
-  out[0] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
-  out[1] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[4]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    const auto unit = [&](int i) __attribute__((always_inline)) { return load_unit(base + offset.of[i]); };
-    return join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)});
-  };
-  for (int r = 0; r < 4; r++) out[r] = row(r);
-  transpose_quad(out);
+// The even 32 bits of each unit of a, then of b, to v[0]; the odd ones to v[1].
+DASLLAMA_INLINE void deal_lanes(Ints a, Ints b, Ints* v) {
+  const __m512 first = _mm512_castsi512_ps(a), second = _mm512_castsi512_ps(b);
+  v[0] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
+  v[1] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
@@ -160,8 +131,17 @@ DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
   return join_units({two(0), two(1), two(2), two(3)});
 }
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
-  const __m512i lanes = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
-  return _mm512_i32gather_epi32(lanes, grid, 4);
+  const auto four = [&](int i) __attribute__((always_inline)) {
+    uint64_t at;
+    std::memcpy(&at, index + 4 * i, 8);
+    const auto point = [&](int j) __attribute__((always_inline)) {
+      int32_t bytes;
+      std::memcpy(&bytes, grid[at >> 16 * j & 0xffff], 4);
+      return _mm_cvtsi32_si128(bytes);
+    };
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(point(0), point(1)), _mm_unpacklo_epi32(point(2), point(3)));
+  };
+  return join_units({four(0), four(1), four(2), four(3)});
 }
 // a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
 DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
