@@ -1,8 +1,9 @@
 // The integer matmul for few rows of x on x86, where blocks have 256 elements: weights are read in the order of memory, row
-// after row, which is what a processor's own prefetch follows best (Zen 4 reads two to three times as fast so). A row goes through its blocks alone: each pair of
-// products, still 16 bits, is multiplied with its group's scale when it is widened, and all groups of a block are added up
-// in one register, of which a unit is kept. Then rows come together in lanes, once for a block, for the fold of
-// ops/quant_linear.py. The integers are those of few_strip256.
+// after row, which is what a processor's own prefetch follows best; Zen 4 reads two to three times as fast so as it reads
+// a strip's rows side by side. A row goes through its blocks alone: each pair of products, still 16 bits, is multiplied
+// with its group's scale when it is widened, and all groups of a block are added up in one register, of which a unit is
+// kept. Then rows come together in lanes, once for a block, for the fold of ops/quant_linear.py. The integers are those
+// of few_strip256.
 
 // How a block of type T of blocks_simd.h is read: Row unpacks it, scales() and mins() are words, one for each group.
 template <class T>
