@@ -26,7 +26,8 @@ template <class Source, int M>
 static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m) {
 #if defined(DASLLAMA_ISA_AVX2)
   typedef typename Source::Type Type;
-  if constexpr (InWords<Type>::kServes) return few_rows256<Type, M>(p, n_begin, n_end, m);
+  if constexpr (InWords<Type>::kServes)
+    if (rows_serve<Type, M>(p.K)) return few_rows256<Type, M>(p, n_begin, n_end, m);
 #endif
   for (int64_t n = n_begin; n < n_end; n += kLanes) {
     const Strip strip(p.w, p.row_bytes, n, p.N);
