@@ -140,7 +140,7 @@ def test_instruction_sets_agree_on_large_matrices(row):
 
 @pytest.mark.parametrize("row", [row for row in PACKED if row.block == 256], ids=by_name)
 def test_instruction_sets_agree_on_few_long_rows(row):
-    """Few rows of x go through weights row after row while x is short, through blocks of all rows in turn beyond that."""
+    """While few rows of x are short, weights are taken row after row; beyond that, a block of each row in turn."""
     for M, K in ((1, 8192), (1, 8448), (2, 4096), (3, 2816), (4, 2048), (4, 2304)):
         w, x = random_rows(row, 37, K), random_x(M, K)
         registry.set_isa("scalar")
