@@ -138,6 +138,19 @@ def test_instruction_sets_agree_on_large_matrices(row):
         registry.set_isa(None)
 
 
+@pytest.mark.parametrize("row", [row for row in PACKED if row.block == 256], ids=by_name)
+def test_instruction_sets_agree_on_few_long_rows(row):
+    """While few rows of x are short, weights are taken row after row; beyond that, a block of each row in turn."""
+    for M, K in ((1, 8192), (1, 8448), (2, 4096), (3, 2816), (4, 2048), (4, 2304)):
+        w, x = random_rows(row, 37, K), random_x(M, K)
+        registry.set_isa("scalar")
+        want = quant_linear(x, w, row.id, None, True)
+        for name in ISAS[1:]:
+            registry.set_isa(name)
+            assert_same_bits(quant_linear(x, w, row.id, None, True), want)
+        registry.set_isa(None)
+
+
 def with_scales_of_one(blocks, row):
     """Blocks u8 [n, bytes] of any bytes, with d, m and dmin of one, whatever the integers and their scales."""
     one = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # f16

@@ -49,6 +49,8 @@ struct IntKernels {
   void (*matmul)(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end);
 };
 
+extern const IntKernels int_kernels_avx2;  // only on x86-64; AVX-512 has it do what it does better
+
 // At least `bytes` bytes, aligned to 64, that belong to the calling thread until it asks again.
 void* thread_scratch(size_t bytes);
 

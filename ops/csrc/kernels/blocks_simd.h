@@ -9,9 +9,11 @@
 #include "../blocks.h"
 #if defined(DASLLAMA_ISA_AVX512)
 #include "simd_avx512.h"
+#include "gathers_x86.h"
 #include "wide_sums.h"
 #elif defined(DASLLAMA_ISA_AVX2)
 #include "simd_avx2.h"
+#include "gathers_x86.h"
 #else
 #include "simd_neon.h"
 #include "wide_sums.h"
@@ -125,13 +127,26 @@ struct SuperScales {
   Ints mins[kMin ? kGroups / 2 : 1];  // pairs of 16 bits: the even group's min is the lower
 };
 
-// A step decodes kSets * kUnits groups: set s, unit i is group(step, s, i), its parts are w[s * kParts + part].
+// A step decodes kSets * kUnits groups: set s, unit i is group(step, s, i), its parts are w[s * kParts + part]. Here, in
+// their order.
 template <int kGroup, int kSetsPerStep, bool kHasMin>
 struct SuperLayout {
   static constexpr int kBlock = 256, kSets = kSetsPerStep;
   static constexpr bool kMin = kHasMin;
   static constexpr int kParts = kGroup / 16, kGroups = 256 / kGroup, kSteps = kGroups / (kSets * kUnits);
+  static constexpr int group(int step, int set, int i) { return (step * kSets + set) * kUnits + i; }
   typedef SuperScales<kGroups, kMin> Scales;
+};
+
+// Where d is: the lower or the upper half of the four bytes at kHead.
+template <int kAt>
+struct F16Head : F16Scale {
+  static constexpr int kHead = kAt;
+};
+template <int kBytes>
+struct F16Tail {
+  static constexpr int kHead = kBytes - 4;
+  static DASLLAMA_INLINE Floats d(Ints head) { return high_half(head); }
 };
 
 // Byte i of each lane.
@@ -158,16 +173,16 @@ DASLLAMA_INLINE void six_bit_scales(const uint8_t* block, const Offsets& offset,
 
 // Chunk c of 32 bytes holds group 2 c in its low nibbles and group 2 c + 1 in its high ones; unit i takes chunk
 // step * kUnits + i.
-struct FastQ4_K : SuperLayout<32, 2, true> {
+struct FastQ4_K : SuperLayout<32, 2, true>, F16Head<0> {
   static constexpr int kBytes = 144, kMax = 15, kBias = 0;
   static constexpr int group(int step, int set, int i) { return 2 * (step * kUnits + i) + set; }
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
-    const uint8_t* p = block + 16 + 32 * kUnits * step;
-    const Ints first = load_units(p, 32), second = load_units(p + 16, 32);
-    w[0] = low_nibbles(first);
-    w[1] = low_nibbles(second);
-    w[2] = high_nibbles(first);
-    w[3] = high_nibbles(second);
+    Ints q[2];
+    load_dealt_units(block + 16 + 32 * kUnits * step, q);
+    for (int part = 0; part < 2; part++) {
+      w[part] = low_nibbles(q[part]);
+      w[2 + part] = high_nibbles(q[part]);
+    }
   }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     six_bit_scales(block, offset, out);
@@ -175,16 +190,16 @@ struct FastQ4_K : SuperLayout<32, 2, true> {
 };
 
 // Q4_K with a fifth bit: bit g of byte i belongs to element i of group g.
-struct FastQ5_K : SuperLayout<32, 2, true> {
+struct FastQ5_K : SuperLayout<32, 2, true>, F16Head<0> {
   static constexpr int kBytes = 176, kMax = 31, kBias = 0;
   static constexpr int group(int step, int set, int i) { return 2 * (step * kUnits + i) + set; }
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
-    const uint8_t* p = block + 48 + 32 * kUnits * step;
+    Ints q[2];
+    load_dealt_units(block + 48 + 32 * kUnits * step, q);
     for (int part = 0; part < 2; part++) {
-      const Ints q = load_units(p + 16 * part, 32);
       const Ints bits = shift_units(repeat_unit(load_unit(block + 16 + 16 * part)), 2 * kUnits * step, 2);
-      w[part] = bit_or(low_nibbles(q), shift_left(bit_and(bits, splat_bytes(1)), 4));
-      w[2 + part] = bit_or(high_nibbles(q), shift_left(bit_and(bits, splat_bytes(2)), 3));
+      w[part] = bit_or(low_nibbles(q[part]), shift_left(bit_and(bits, splat_bytes(1)), 4));
+      w[2 + part] = bit_or(high_nibbles(q[part]), shift_left(bit_and(bits, splat_bytes(2)), 3));
     }
   }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
@@ -194,7 +209,7 @@ struct FastQ5_K : SuperLayout<32, 2, true> {
 
 // Halves of 128 elements: groups 0 to 3 of a half are the low nibbles of 64 bytes, 4 to 7 the high ones; the upper two
 // bits of groups g, g + 1 (g even) are bits g, g + 1 of 32 bytes.
-struct FastQ6_K : SuperLayout<16, 2, false> {
+struct FastQ6_K : SuperLayout<16, 2, false>, F16Tail<210> {
   static constexpr int kBytes = 210, kMax = 63, kBias = 32;
   static constexpr int kPerHalf = 4 / kUnits;
   static constexpr int group(int step, int set, int i) {
@@ -210,15 +225,14 @@ struct FastQ6_K : SuperLayout<16, 2, false> {
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
     Ints fours[4];
     gather_lanes(block + 192, offset, fours);
-    out.d = high_half(gather_lanes(block + 206, offset));
+    out.d = d(gather_lanes(block + kHead, offset));
     for (int i = 0; i < 4; i++)
       for (int j = 0; j < 4; j++) out.scale[4 * i + j] = shift_right_signed(shift_left(fours[i], 24 - 8 * j), 24);
   }
 };
 
-struct FastIQ4_XS : SuperLayout<32, 1, false> {
+struct FastIQ4_XS : SuperLayout<32, 1, false>, F16Head<0> {
   static constexpr int kBytes = 136, kMax = 128, kBias = kSignedBias;
-  static constexpr int group(int step, int, int i) { return step * kUnits + i; }
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
     const Ints table = value_table<kFlip>(IQ4_VALUES);
     const Ints q = load_ints(block + 8 + 16 * kUnits * step);
@@ -229,7 +243,7 @@ struct FastIQ4_XS : SuperLayout<32, 1, false> {
     Ints ints[2];
     gather_lanes(block, offset, ints);
     const Ints head = ints[0], low = ints[1];
-    out.d = low_half(head);
+    out.d = d(head);
     for (int g = 0; g < 8; g++) {
       const Ints four = bit_and(shift_right(low, 4 * g), splat_ints(15));
       const Ints two = bit_and(shift_right(head, 16 + 2 * g), splat_ints(3));
@@ -254,12 +268,12 @@ struct Crumbs : SuperLayout<16, 2, kHasMin> {
   }
 };
 
-struct FastQ2_K : Crumbs<true> {
+struct FastQ2_K : Crumbs<true>, F16Head<80> {
   static constexpr int kBytes = 84, kMax = 3, kBias = 0;
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) { fields(block + 16, step, w); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    const Ints head = gather_lanes(block + 80, offset);
-    out.d = low_half(head);
+    const Ints head = gather_lanes(block + kHead, offset);
+    out.d = d(head);
     out.dmin = high_half(head);
     Ints fours[4];
     gather_lanes(block, offset, fours);
@@ -273,7 +287,7 @@ struct FastQ2_K : Crumbs<true> {
 };
 
 // A third bit after 32 bytes of them: bit s of a byte belongs to field s of the first half, bit s + 4 of the second.
-struct FastQ3_K : Crumbs<false> {
+struct FastQ3_K : Crumbs<false>, F16Tail<110> {
   static constexpr int kBytes = 110, kMax = 7, kBias = 4;
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) {
     const Ints bits = shift_unit_pairs(load_unit_pair(block), 2 * column(step) + shift(step) / 2, 4);
@@ -287,7 +301,7 @@ struct FastQ3_K : Crumbs<false> {
     gather_lanes(block + 94, offset, ints);
     const auto across = [&](int i) { return bit_or(shift_right(ints[i], 16), shift_left(ints[i + 1], 16)); };
     const Ints low[2] = {across(0), across(1)}, high = across(2);
-    out.d = high_half(ints[3]);
+    out.d = d(ints[3]);
     for (int i = 0; i < 4; i++) {
       const Ints four = i < 2 ? low_nibbles(low[i]) : high_nibbles(low[i - 2]);
       const Ints two = bit_and(shift_right(high, 2 * i), splat_bytes(3));
@@ -297,11 +311,11 @@ struct FastQ3_K : Crumbs<false> {
   }
 };
 
-struct FastTQ2_0 : Crumbs<false> {
+struct FastTQ2_0 : Crumbs<false>, F16Tail<66> {
   static constexpr int kBytes = 66, kMax = 3, kBias = 1;
   static DASLLAMA_INLINE void unpack(const uint8_t* block, int step, Ints* w) { fields(block, step, w); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    out.d = high_half(gather_lanes(block + 62, offset));
+    out.d = d(gather_lanes(block + kHead, offset));
     for (Ints& scale : out.scale) scale = splat_ints(1);
   }
 };

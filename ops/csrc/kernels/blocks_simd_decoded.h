@@ -81,6 +81,11 @@ DASLLAMA_INLINE void odd_scales_of_words(const uint8_t* block, const Offsets& of
 
 DASLLAMA_INLINE Floats scaled_half(Ints head, float by) { return mul(low_half(head), splat_floats(by)); }
 
+struct EighthHead {
+  static constexpr int kHead = 0;
+  static DASLLAMA_INLINE Floats d(Ints head) { return scaled_half(head, 0.125f); }
+};
+
 struct FastIQ2_XXS : SuperLayout<32, 1, false> {
   static constexpr int kBytes = 66, kMax = 86, kBias = 43;
   static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) {
@@ -100,7 +105,7 @@ struct FastIQ2_XXS : SuperLayout<32, 1, false> {
   }
 };
 
-struct FastIQ2_XS : SuperLayout<16, 1, false> {
+struct FastIQ2_XS : SuperLayout<16, 1, false>, EighthHead {
   static constexpr int kBytes = 74, kMax = 86, kBias = 43;
   static constexpr const int8_t (&kGrid)[512][8] = IQ2_XS_GRID;
   static DASLLAMA_INLINE void split(const uint8_t* block, uint16_t (&index)[32], uint8_t (&signs)[32]) {
@@ -112,12 +117,12 @@ struct FastIQ2_XS : SuperLayout<16, 1, false> {
   }
   static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) { decode_split<FastIQ2_XS>(block, q); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    out.d = scaled_half(gather_lanes(block, offset), 0.125f);
+    out.d = d(gather_lanes(block + kHead, offset));
     odd_scales(block + 66, offset, out.scale);
   }
 };
 
-struct FastIQ2_S : SuperLayout<16, 1, false> {
+struct FastIQ2_S : SuperLayout<16, 1, false>, EighthHead {
   static constexpr int kBytes = 82, kMax = 86, kBias = 43;
   static constexpr const int8_t (&kGrid)[1024][8] = IQ2_S_GRID;
   static DASLLAMA_INLINE void split(const uint8_t* block, uint16_t (&index)[32], uint8_t (&signs)[32]) {
@@ -128,7 +133,7 @@ struct FastIQ2_S : SuperLayout<16, 1, false> {
   }
   static DASLLAMA_INLINE void decode(const uint8_t* block, uint8_t* q) { decode_split<FastIQ2_S>(block, q); }
   static DASLLAMA_INLINE void scales(const uint8_t* block, const Offsets& offset, Scales& out) {
-    out.d = scaled_half(gather_lanes(block, offset), 0.125f);
+    out.d = d(gather_lanes(block + kHead, offset));
     odd_scales(block + 74, offset, out.scale);
   }
 };

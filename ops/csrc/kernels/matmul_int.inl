@@ -15,7 +15,7 @@ static DASLLAMA_INLINE void store_outputs(const IntMatmul& p, int64_t m, int64_t
 }
 
 #include "matmul_int_few.inl"
-#if defined(DASLLAMA_ISA_AVX2) && !defined(DASLLAMA_ISA_AVX512)
+#if defined(DASLLAMA_ISA_AVX2)
 #include "matmul_int_words.inl"
 #endif
 #include "matmul_int_many.inl"
@@ -24,30 +24,47 @@ constexpr int kFewRows = 4;  // up to so many rows of x the weights are not kept
 
 template <class Source, int M>
 static DASLLAMA_NOINLINE void matmul_few(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m) {
+#if defined(DASLLAMA_ISA_AVX2)
+  typedef typename Source::Type Type;
+  if constexpr (InWords<Type>::kServes)
+    if (rows_serve<Type, M>(p.K)) return few_rows256<Type, M>(p, n_begin, n_end, m);
+#endif
   for (int64_t n = n_begin; n < n_end; n += kLanes) {
     const Strip strip(p.w, p.row_bytes, n, p.N);
     Floats acc[M];
     for (int i = 0; i < M; i++) acc[i] = zero_floats();
     if constexpr (Source::kBlock == 32)
       few_strip32<Source, M>(p, strip, m, acc);
-#if defined(DASLLAMA_ISA_AVX2) && !defined(DASLLAMA_ISA_AVX512)
-    else if constexpr (InWords<typename Source::Type>::kServes)
-      few_rows256<Source, typename Source::Type, M>(p, strip, m, acc);
-#endif
     else
       few_strip256<Source, M>(p, strip, m, acc);
     for (int i = 0; i < M; i++) store_outputs(p, m + i, n, acc[i]);
   }
 }
 
+// Types of which AVX-512 leaves a single row of x to AVX2: strips of eight weight rows, those that are read and those that
+// are asked for, stay in the first-level cache where sixteen do not, and weights come from memory faster than arithmetic
+// of twice the width gains. Both keep what `x` holds, and give the same bits.
+#if defined(DASLLAMA_ISA_AVX512)
+template <class T, class... Types>
+constexpr bool kIsOneOf = (std::is_same_v<T, Types> || ...);
+template <class T>
+constexpr bool kRowByAvx2 = kIsOneOf<T, FastQ4_0, FastQ4_1, FastQ8_0, FastMXFP4, FastNVFP4>;
+#else
+template <class T>
+constexpr bool kRowByAvx2 = false;
+#endif
+
 template <class Source>
 static void matmul_source(const IntMatmul& p, int64_t n_begin, int64_t n_end, int64_t m_begin, int64_t m_end) {
-  typedef typename ForFew<Source>::type Few;
   switch (m_end - m_begin) {
-    case 1: return matmul_few<Few, 1>(p, n_begin, n_end, m_begin);
-    case 2: return matmul_few<Few, 2>(p, n_begin, n_end, m_begin);
-    case 3: return matmul_few<Few, 3>(p, n_begin, n_end, m_begin);
-    case kFewRows: return matmul_few<Few, kFewRows>(p, n_begin, n_end, m_begin);
+    case 1:
+      if constexpr (kRowByAvx2<typename Source::Type>)
+        return int_kernels_avx2.matmul(p, n_begin, n_end, m_begin, m_end);
+      else
+        return matmul_few<Source, 1>(p, n_begin, n_end, m_begin);
+    case 2: return matmul_few<Source, 2>(p, n_begin, n_end, m_begin);
+    case 3: return matmul_few<Source, 3>(p, n_begin, n_end, m_begin);
+    case kFewRows: return matmul_few<Source, kFewRows>(p, n_begin, n_end, m_begin);
   }
   if constexpr (Source::kBlock == 32)
     matmul_many<Panel32<Source>>(p, n_begin, n_end, m_begin, m_end);

@@ -5,10 +5,9 @@
 // (sum_quad), and a transposition of units brings all rows of the strip side by side: a vector with a lane per row for
 // each group. From there on everything, scales included, is in lanes, and the fold is that of ops/quant_linear.py.
 
-// sum[m][i]: the strip's dot products with row m of x for group i of the piece; a[m][part] are the rows of x, which x()
-// turns into what the weights of a row want.
-template <class Source, int kParts, int kSets, int M, class Unpack, class X>
-static DASLLAMA_INLINE void strip_dots(const Unpack& unpack, const X& x, const Ints (&a)[M][kSets * kParts],
+// sum[m][i]: the strip's dot products with row m of x for group i of the piece; a[m][part] are the rows of x.
+template <class Source, int kParts, int kSets, int M, class Unpack>
+static DASLLAMA_INLINE void strip_dots(const Unpack& unpack, const Ints (&a)[M][kSets * kParts],
                                        Ints (&sum)[kSets][M][kUnits]) {
 #pragma GCC unroll 4
   for (int quad = 0; quad < kUnits; quad++) {
@@ -25,7 +24,7 @@ static DASLLAMA_INLINE void strip_dots(const Unpack& unpack, const X& x, const I
           if constexpr (kParts == 2)
             partial[set][m][r] = dot<Source::kMax>(wp[0], ap[0], wp[1], ap[1]);
           else
-            partial[set][m][r] = dot<Source::kMax>(wp[0], x(4 * quad + r, ap[0]));
+            partial[set][m][r] = dot<Source::kMax>(wp[0], ap[0]);
         }
     }
 #pragma GCC unroll 2
@@ -64,8 +63,7 @@ static DASLLAMA_INLINE void few_piece32(Source& source, const IntMatmul& p, int6
       a[m][part] = kFull ? load_units(x, kGroup) : load_units(x, kGroup, last);
     }
   const auto unpack = [&](int r, Ints* w) __attribute__((always_inline)) { source.template unpack<kFull>(r, w); };
-  const auto x = [](int, Ints v) __attribute__((always_inline)) { return v; };
-  strip_dots<Source, kParts, 1, M>(unpack, x, a, sum);
+  strip_dots<Source, kParts, 1, M>(unpack, a, sum);
 #pragma GCC unroll 4
   for (int i = 0; i < kUnits; i++) {
     if (!kFull && i > last) break;
@@ -126,8 +124,7 @@ static DASLLAMA_INLINE void few_strip256(const IntMatmul& p, const Strip& strip,
               return Source::group(step, set, i) * kGroup;
             });
       const auto unpack = [&](int r, Ints* w) __attribute__((always_inline)) { source.unpack(r, step, w); };
-      const auto x = [&](int r, Ints v) __attribute__((always_inline)) { return source.x(r, step, v); };
-      strip_dots<Source, kParts, kSets, M>(unpack, x, a, sum);
+      strip_dots<Source, kParts, kSets, M>(unpack, a, sum);
 #pragma GCC unroll 2
       for (int set = 0; set < kSets; set++)
 #pragma GCC unroll 4

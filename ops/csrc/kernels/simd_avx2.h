@@ -20,13 +20,9 @@ namespace int_dot {
 typedef __m128i Unit;
 typedef __m256i Ints;
 typedef __m256 Floats;
-struct Offsets {  // of kLanes rows from the first of them; general registers address memory
-  int64_t of[8];
-};
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
-constexpr bool kSignsToX = true;               // whether x takes the signs of a grid's points, if its rows are few
 
 DASLLAMA_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
 DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm256_set1_epi32(v); }
@@ -89,39 +85,11 @@ DASLLAMA_INLINE void transpose_quad(Ints* v) {
   v[2] = _mm256_unpacklo_epi64(c, d);
   v[3] = _mm256_unpackhi_epi64(c, d);
 }
-DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
-  Offsets offset;
-  for (int r = 0; r < 8; r++) offset.of[r] = p[r];
-  return offset;
-}
-// Four, eight or sixteen bytes of each row, as ints with a lane per row. Plain loads and shuffles: on many processors a
-// gather takes longer than eight of them.
-DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    return _mm_cvtsi32_si128(static_cast<int>(load_u32(base + offset.of[r])));
-  };
-  const auto four = [&](int r) __attribute__((always_inline)) {
-    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(row(r), row(r + 1)), _mm_unpacklo_epi32(row(r + 2), row(r + 3)));
-  };
-  return join_units({four(0), four(4)});
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[2]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offset.of[r]));
-  };
-  const auto two = [&](int r) __attribute__((always_inline)) {
-    return _mm256_castsi256_ps(join_units({_mm_unpacklo_epi64(row(r), row(r + 1)), _mm_unpacklo_epi64(row(r + 4), row(r + 5))}));
-  };
-  const __m256 first = two(0), second = two(2);
-  out[0] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
-  out[1] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[4]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    return join_units({load_unit(base + offset.of[r]), load_unit(base + offset.of[r + 4])});
-  };
-  for (int r = 0; r < 4; r++) out[r] = row(r);
-  transpose_quad(out);
+// The even 32 bits of each unit of a, then of b, to v[0]; the odd ones to v[1].
+DASLLAMA_INLINE void deal_lanes(Ints a, Ints b, Ints* v) {
+  const __m256 first = _mm256_castsi256_ps(a), second = _mm256_castsi256_ps(b);
+  v[0] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
+  v[1] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
@@ -164,8 +132,17 @@ DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
   return _mm256_blend_epi32(low, high, 0xf0);
 }
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
-  const Ints lanes = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
-  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(grid), lanes, 4);
+  const auto four = [&](int i) __attribute__((always_inline)) {
+    uint64_t at;
+    std::memcpy(&at, index + 4 * i, 8);
+    const auto point = [&](int j) __attribute__((always_inline)) {
+      int32_t bytes;
+      std::memcpy(&bytes, grid[at >> 16 * j & 0xffff], 4);
+      return _mm_cvtsi32_si128(bytes);
+    };
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(point(0), point(1)), _mm_unpacklo_epi32(point(2), point(3)));
+  };
+  return join_units({four(0), four(1)});
 }
 // a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
 DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
@@ -197,6 +174,30 @@ DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return _mm256_add_epi16(first, second);
 }
 
+// Adds to sum the products of units, one or two of a group, times their groups' scales, which fill the units' words.
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w, Ints a, Ints scale) {
+  return add(sum, mul_pairs(byte_pairs<kMax>(w, a), scale));
+}
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w0, Ints a0, Ints w1, Ints a1, Ints scale) {
+  const Ints first = byte_pairs<kMax>(w0, a0), second = byte_pairs<kMax>(w1, a1);
+  if constexpr (kMax > 63) return add(add(sum, mul_pairs(first, scale)), mul_pairs(second, scale));
+  return add(sum, mul_pairs(_mm256_add_epi16(first, second), scale));
+}
+// Words that fill the units: for unit i, word group(i) of 16. Both lie in the same half of them.
+template <class Group>
+DASLLAMA_INLINE Ints words_of(__m256i words, const Group& group) {
+  const auto four = [&](int i) { return group(i) % 8 * 0x0202020202020202 + 0x0100010001000100; };
+  const Ints index = _mm256_set_epi64x(four(1), four(1), four(0), four(0));
+  return _mm256_shuffle_epi8(group(0) < 8 ? _mm256_permute2x128_si256(words, words, 0x00)
+                                          : _mm256_permute2x128_si256(words, words, 0x11), index);
+}
+// All units added up.
+DASLLAMA_INLINE Unit sum_units(Ints v) {
+  return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+
 // Four rows' dots of kParts units -> in each unit, the four rows' sums over it. Widened as late as 16 bits allow.
 template <int kMax, int kParts>
 DASLLAMA_INLINE Ints sum_quad(Ints a, Ints b, Ints c, Ints d) {
@@ -218,6 +219,11 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1] = _mm256_permute2x128_si256(a, b, 0x31);
 }
 
+// Units at p, p + 32, ... to w[0], those between them to w[1].
+DASLLAMA_INLINE void load_dealt_units(const uint8_t* p, Ints* w) {
+  w[0] = load_units(p, 32);
+  w[1] = load_units(p + 16, 32);
+}
 // The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
 DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
   w[0] = _mm256_permute2x128_si256(a, b, 0x20);

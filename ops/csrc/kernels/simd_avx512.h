@@ -17,14 +17,9 @@ namespace int_dot {
 typedef __m128i Unit;
 typedef __m512i Ints;
 typedef __m512 Floats;
-struct Offsets {  // of kLanes rows from the first of them
-  __m512i lanes;
-  int64_t of[16];  // the same: general registers address memory
-};
 constexpr int kUnits = 4, kLanes = 16;
 constexpr int kTileRows = 6, kTileStrips = 2;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0x80;
-constexpr bool kSignsToX = false;              // whether x takes the signs of a grid's points, if its rows are few
 
 DASLLAMA_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
 DASLLAMA_INLINE Ints splat_ints(int32_t v) { return _mm512_set1_epi32(v); }
@@ -88,36 +83,11 @@ DASLLAMA_INLINE void transpose_quad(Ints* v) {
   v[2] = _mm512_unpacklo_epi64(c, d);
   v[3] = _mm512_unpackhi_epi64(c, d);
 }
-DASLLAMA_INLINE Offsets load_offsets(const int32_t* p) {
-  Offsets offset;
-  offset.lanes = load_ints(p);
-  for (int r = 0; r < 16; r++) offset.of[r] = p[r];
-  return offset;
-}
-// Four, eight or sixteen bytes of each row, as ints with a lane per row: rows that change places take less time than
-// several gathers.
-DASLLAMA_INLINE Ints gather_lanes(const uint8_t* base, const Offsets& offset) {
-  return _mm512_i32gather_epi32(offset.lanes, reinterpret_cast<const int*>(base), 1);
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[2]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offset.of[r]));
-  };
-  const auto two = [&](int r) __attribute__((always_inline)) {
-    const auto unit = [&](int i) __attribute__((always_inline)) { return _mm_unpacklo_epi64(row(i), row(i + 1)); };
-    return _mm512_castsi512_ps(join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)}));
-  };
-  const __m512 first = two(0), second = two(2);
-  out[0] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
-  out[1] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
-}
-DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, Ints (&out)[4]) {
-  const auto row = [&](int r) __attribute__((always_inline)) {
-    const auto unit = [&](int i) __attribute__((always_inline)) { return load_unit(base + offset.of[i]); };
-    return join_units({unit(r), unit(r + 4), unit(r + 8), unit(r + 12)});
-  };
-  for (int r = 0; r < 4; r++) out[r] = row(r);
-  transpose_quad(out);
+// The even 32 bits of each unit of a, then of b, to v[0]; the odd ones to v[1].
+DASLLAMA_INLINE void deal_lanes(Ints a, Ints b, Ints* v) {
+  const __m512 first = _mm512_castsi512_ps(a), second = _mm512_castsi512_ps(b);
+  v[0] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
+  v[1] = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
 }
 // kLanes bytes, a lane each.
 DASLLAMA_INLINE Ints widen_bytes(const uint8_t* p, bool is_signed) {
@@ -152,12 +122,26 @@ DASLLAMA_INLINE Ints add_fifth_bits(Ints v, Ints bits, int at) {
 }
 // A vector of points of a grid.
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
-  const __m512i lanes = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
-  return _mm512_i64gather_epi64(lanes, grid, 8);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    uint32_t both;
+    std::memcpy(&both, index + 2 * i, 4);
+    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid[both & 0xffff]));
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), reinterpret_cast<const __m64*>(grid[both >> 16])));
+  };
+  return join_units({two(0), two(1), two(2), two(3)});
 }
 DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
-  const __m512i lanes = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
-  return _mm512_i32gather_epi32(lanes, grid, 4);
+  const auto four = [&](int i) __attribute__((always_inline)) {
+    uint64_t at;
+    std::memcpy(&at, index + 4 * i, 8);
+    const auto point = [&](int j) __attribute__((always_inline)) {
+      int32_t bytes;
+      std::memcpy(&bytes, grid[at >> 16 * j & 0xffff], 4);
+      return _mm_cvtsi32_si128(bytes);
+    };
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(point(0), point(1)), _mm_unpacklo_epi32(point(2), point(3)));
+  };
+  return join_units({four(0), four(1), four(2), four(3)});
 }
 // a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
 DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
@@ -174,6 +158,38 @@ DASLLAMA_INLINE Ints dot(Ints w, Ints a) {
 template <int kMax>
 DASLLAMA_INLINE Ints dot(Ints w0, Ints a0, Ints w1, Ints a1) {
   return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero_ints(), w0, a0), w1, a1);
+}
+
+// Adds to sum the products of units, one or two of a group, times their groups' scales, which fill the units' words.
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled(Ints sum, Ints dots, Ints scale) {
+  return add(sum, mul(dots, _mm512_srai_epi32(scale, 16)));
+}
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w, Ints a, Ints scale) {
+  if constexpr (kMax > 127) return add_scaled<kMax>(sum, dot<kMax>(w, a), scale);
+  return _mm512_dpwssd_epi32(sum, _mm512_maddubs_epi16(w, a), scale);
+}
+template <int kMax>
+DASLLAMA_INLINE Ints add_scaled_dots(Ints sum, Ints w0, Ints a0, Ints w1, Ints a1, Ints scale) {
+  if constexpr (kMax > 127) return add_scaled<kMax>(sum, dot<kMax>(w0, a0, w1, a1), scale);
+  const Ints first = _mm512_maddubs_epi16(w0, a0), second = _mm512_maddubs_epi16(w1, a1);
+  if constexpr (kMax > 63) return _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, first, scale), second, scale);
+  return _mm512_dpwssd_epi32(sum, _mm512_add_epi16(first, second), scale);
+}
+// Words that fill the units: for unit i, word group(i) of 16.
+template <class Group>
+DASLLAMA_INLINE Ints words_of(__m256i words, const Group& group) {
+  const auto four = [&](int i) { return group(i) * 0x0001000100010001; };
+  const Ints index = _mm512_set_epi64(four(3), four(3), four(2), four(2), four(1), four(1), four(0), four(0));
+  return _mm512_permutexvar_epi16(index, _mm512_castsi256_si512(words));
+}
+// All units added up.
+DASLLAMA_INLINE Unit sum_units(__m256i v) {
+  return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+DASLLAMA_INLINE Unit sum_units(Ints v) {
+  return sum_units(_mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)));
 }
 
 // Four rows' dots of kParts units -> in each unit, the four rows' sums over it.
@@ -193,6 +209,12 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
+// Units at p, p + 32, ... to w[0], those between them to w[1].
+DASLLAMA_INLINE void load_dealt_units(const uint8_t* p, Ints* w) {
+  const Ints a = load_ints(p), b = load_ints(p + 64);
+  w[0] = _mm512_shuffle_i32x4(a, b, 0x88);
+  w[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
 // The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
 DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
   w[0] = _mm512_shuffle_i32x4(a, b, 0x88);

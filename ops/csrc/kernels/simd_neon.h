@@ -23,7 +23,6 @@ struct Offsets {  // of kLanes rows from the first of them; general registers ad
 constexpr int kUnits = 2, kLanes = 8;
 constexpr int kTileRows = 4, kTileStrips = 1;  // the register tile: rows of x by strips of w
 constexpr int kFlip = 0;                       // signed weights stay signed
-constexpr bool kSignsToX = false;              // whether x takes the signs of a grid's points, if its rows are few
 
 // One register as bytes, as f16 or as other integers.
 DASLLAMA_INLINE uint8x16_t bytes(ivec v) { return (uint8x16_t)v; }
@@ -224,6 +223,11 @@ DASLLAMA_INLINE void transpose_units(Ints* v) {
   v[1].lo = unit;
 }
 
+// Units at p, p + 32, ... to w[0], those between them to w[1].
+DASLLAMA_INLINE void load_dealt_units(const uint8_t* p, Ints* w) {
+  w[0] = load_units(p, 32);
+  w[1] = load_units(p + 16, 32);
+}
 // The units of a and b, one after the other: even ones to w[0], odd ones to w[1].
 DASLLAMA_INLINE void deal_units(Ints a, Ints b, Ints* w) {
   w[0] = {a.lo, b.lo};

@@ -1,11 +1,10 @@
 // Where the vector matmul gets a strip of weights from: Packed32 and Packed256 unpack the file's rows piece by piece into
 // registers; Decoded32 and Decoded256 are for types that are better taken apart in one go, row after row, into bytes in the
-// order of the elements. Signed256 leaves the points of a grid unsigned and gives their signs to x: for few rows of x.
+// order of the elements.
 //
 // All of them offer, for a strip of kLanes rows (rows beyond the last are that one again):
 //   begin(at, last)   take up groups at .. at + last (of 32 or 16 elements), or the block `at` of 256
 //   unpack(r, ...)    weights of row r, as blocks_simd.h describes
-//   x(r, step, a)     what to multiply them with (blocks of 256)
 //   d(i), m(i) or scales()   scales of the strip
 #pragma once
 #include "blocks_simd_decoded.h"
@@ -14,7 +13,12 @@ namespace dasllama {
 namespace {
 namespace int_dot {
 
-constexpr int64_t kNear = 24 << 10, kFar = 128 << 10;  // bytes: what first-level and second-level caches surely keep
+constexpr int64_t kNear = 24 << 10, kFar = kLanes * 16 << 10;  // bytes: what first-level and second-level caches surely keep
+
+DASLLAMA_INLINE void prefetch_lines(const uint8_t* from, int bytes) {
+#pragma GCC unroll 8
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
 
 struct Strip {
   const uint8_t* row[kLanes];
@@ -40,14 +44,13 @@ struct Strip {
 
   // Asks for as many bytes of what will be wanted as are read now, `bytes` of row r at `at`.
   DASLLAMA_INLINE void prefetch(int r, int64_t at, int bytes) const {
-    const uint8_t* from = row[0] + ahead + along * at + r * (along > 1 ? bytes : row_bytes);
-#pragma GCC unroll 8
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    prefetch_lines(row[0] + ahead + along * at + r * (along > 1 ? bytes : row_bytes), bytes);
   }
 };
 
 template <class T>
 struct Packed32 : T {
+  typedef T Type;
   static constexpr int kBlock = 32, kParts = 2;
   const Strip& strip;
   int64_t at = 0;
@@ -79,6 +82,7 @@ DASLLAMA_INLINE void take_parts(const uint8_t* q, Ints* w) {
 
 template <class T>
 struct Decoded32 : T {
+  typedef T Type;
   static constexpr int kBlock = 32, kGroup = 16 * T::kParts;
   static constexpr bool kAdd = false;
   const Strip& strip;
@@ -108,7 +112,6 @@ struct Source256 : T {
   int64_t at = 0;
 
   explicit Source256(const Strip& strip) : strip(strip) {}
-  DASLLAMA_INLINE Ints x(int, int, Ints a) const { return a; }
   DASLLAMA_INLINE void scales(typename T::Scales& out) const { T::scales(strip.row[0] + at, strip.offset, out); }
 };
 
@@ -125,7 +128,6 @@ struct Packed256 : Source256<T> {
 template <class T>
 struct Decoded256 : Source256<T> {
   using Source256<T>::Source256, Source256<T>::strip, Source256<T>::at;
-  static constexpr int group(int step, int, int i) { return step * kUnits + i; }
   alignas(64) uint8_t q[kLanes][256];
 
   DASLLAMA_INLINE void begin(int64_t block) {
@@ -138,45 +140,6 @@ struct Decoded256 : Source256<T> {
   DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const {
     take_parts<T::kParts>(q[r] + 16 * kUnits * T::kParts * step, w);
   }
-};
-
-// Without signs weights need no bias, two of their pairs' sums fit into 16 bits, and points go from their grid to registers.
-template <class T>
-struct Signed256 : Source256<T> {
-  using Source256<T>::Source256, Source256<T>::strip, Source256<T>::at;
-  static_assert(T::kParts == 1, "x() and unpack() take the elements in their order");
-  static constexpr int kMax = T::kBias, kBias = 0;
-  static constexpr int group(int step, int, int i) { return step * kUnits + i; }
-  alignas(64) uint16_t index[kLanes][32];
-  alignas(64) uint8_t signs[kLanes][32];
-
-  DASLLAMA_INLINE void begin(int64_t block) {
-    at = block * T::kBytes;
-    for (int r = 0; r < kLanes; r++) {
-      strip.prefetch(r, at, T::kBytes);
-      T::split(strip.row[r] + at, index[r], signs[r]);
-    }
-  }
-  DASLLAMA_INLINE void unpack(int r, int step, Ints* w) const { w[0] = points(T::kGrid, index[r] + kPiece / 8 * step); }
-  DASLLAMA_INLINE Ints x(int r, int step, Ints a) const {
-    return plus_minus(zero_ints(), a, signs[r] + kPiece / 8 * step);
-  }
-};
-
-// The source for few rows of x; the signs of a grid's points would be given to each of many rows again.
-template <class T>
-using FewPoints = std::conditional_t<kSignsToX, Signed256<T>, Decoded256<T>>;
-template <class Source>
-struct ForFew {
-  typedef Source type;
-};
-template <>
-struct ForFew<Decoded256<FastIQ2_XS>> {
-  typedef FewPoints<FastIQ2_XS> type;
-};
-template <>
-struct ForFew<Decoded256<FastIQ2_S>> {
-  typedef FewPoints<FastIQ2_S> type;
 };
 
 }  // namespace int_dot
