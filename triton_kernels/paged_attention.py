@@ -118,7 +118,7 @@ def paged_attention_kernel(
     end = tl.load(row_end + t, mask=live, other=0)
     begin = tl.maximum(pos - window + 1, 0) if window > 0 else tl.zeros_like(pos)
     sees = (seq >= 0) & (begin < end)
-    broken = sees & ((seq >= S) | (end > B * R) | (P == 0))
+    broken = sees & ((seq >= S) | (end > B * R))
     begin, end = tl.maximum(begin, z * split), tl.minimum(end, z * split + split)
     sees = sees & (broken == 0) & (begin < end)
 
@@ -153,7 +153,7 @@ def paged_attention_kernel(
             if not K_WHOLE:
                 wanted = there[None, :] & (d < D)[:, None]
                 if BM == 1 and R % BK == 0:  # what else lies in a page may be read: it is not seen
-                    wanted = (d < D)[:, None]
+                    wanted = (d < tl.where(known, D, 0))[:, None]
                 k = kv_codecs.load(k_at[None, :], d[:, None], wanted, K_CODEC)
             if V_WHOLE:
                 v, v_d = kv_codecs.load_codes(v_at, there, tl.cdiv(Dv, 32), DVP // 32, V_CODEC)
