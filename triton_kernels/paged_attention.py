@@ -14,8 +14,8 @@ it shows the fault, and one that does not is not touched by it. So is a row whos
 range: a GPU cannot raise without waiting for it.
 
 Tiles of rows take f32 without tensor cores, and codes as the f32 that they stand for. Programs of single rows split f32
-into three bf16, which have all of its bits, and multiply codes as whole numbers, block by block: scales of keys meet
-the products, and scales of values the weights.
+into three bf16, which have all of its bits, unless heads are wide, and multiply codes as whole numbers, block by block:
+scales of keys meet the products, and scales of values the weights.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
@@ -40,6 +40,7 @@ MOST = 512  # keys of a program where programs share rows, at most
 # Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
 # nothing is, for heads of f16 that are no multiple of 16 wide.
 ROWS, WIDE_ROWS = 32, 128
+WIDEST = tl.constexpr(256)  # of the f32 that tensor cores multiply in parts: those of wider heads find no registers
 NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -50,7 +51,7 @@ def _product(a, b, acc, BM: tl.constexpr):
         high = a.to(tl.float16)
         acc = tl.dot(high, b, acc)
         return tl.dot((a - high.to(tl.float32)).to(tl.float16), b, acc)
-    elif BM > 1 or INTERPRETED:  # the interpreter has no products of bf16
+    elif BM > 1 or b.shape[0] > WIDEST or b.shape[1] > WIDEST or INTERPRETED:  # which has no products of bf16
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         x, y = in_three(a), in_three(b)
