@@ -33,7 +33,7 @@ from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs, launch
 from dasllama_torch.triton_kernels.functions import exp, exp_of_negative, in_three, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
-from dasllama_torch.triton_kernels.launch import await_inputs, check, early, heads_of, on_device
+from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
 
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 MOST = 512  # keys of a program where programs share rows, at most
@@ -340,7 +340,7 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     parts = triton.cdiv(H // G, gp)
     halves = k_cache.dtype == v_cache.dtype == torch.float16
     if T <= 2 * S:  # about a row of each sequence: a tile of rows would have many sequences
-        bm, warps, stages = 1, 4, 3 if halves and max(D, Dv) <= 256 else 2
+        bm, warps, stages = 1, 4, 3 if PTX and halves and max(D, Dv) <= 256 else 2  # AMD's shared memory is too small
     elif halves and D % 16 == 0 == Dv % 16 and max(D, Dv) <= 128:
         bm, warps, stages = WIDE_ROWS // gp, 8, 2
     else:
