@@ -23,6 +23,7 @@ _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
+_SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}  # bytes of shared memory of a program, at most
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -64,7 +65,10 @@ def compiled(targets, variants: bool = True):
             key = (self.__name__, target, str(signature), str(constants), str(attrs), str(options))
             if key not in seen:
                 seen.add(key)
-                triton.compile(ASTSource(self, signature, constants, attrs), target=TARGETS[target], options=options)
+                source = ASTSource(self, signature, constants, attrs)
+                size = triton.compile(source, target=TARGETS[target], options=options).metadata.shared
+                if size > _SHARED[target]:
+                    raise RuntimeError(f"{self.__name__} takes {size} bytes of the shared memory of {target}")
                 done.append((self.__name__, target))
 
     before, JITFunction.run = JITFunction.run, run
@@ -110,11 +114,11 @@ def launches(types: list[str]) -> list:
     state, square, prompt = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256), torch.zeros(80, 5, 64)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
-    def attend(T, dtype, codec, sinks):
+    def attend(T, dtype, codec, sinks, D=64):
         pages = torch.zeros(1, 64, dtype=torch.int32)
-        q = torch.zeros(T, 10, 64)
-        args = (q, cache[dtype], cache[dtype], pages, *(r.new_zeros(T) for r in rows), 0.1, 7, 3.0, sinks)
-        paged_attention.paged_attention(*args, codec, codec, 64)
+        q, own = torch.zeros(T, 10, D), torch.zeros(64, 5, 64, D, dtype=dtype)
+        args = (q, own, own, pages, *(r.new_zeros(T) for r in rows), 0.1, 7, 3.0, sinks)
+        paged_attention.paged_attention(*args, codec, codec, D)
 
     calls = [
         lambda: rms_norm.rms_norm(x, weight, 1e-5),
@@ -130,7 +134,7 @@ def launches(types: list[str]) -> list:
         lambda: rope_tables.rope_tables(positions, tables[0], 1.0, axes),
         lambda: rope_tables.long_rope_tables(slots, slots, tables[0], tables[0], 99, 1.0),
         lambda: kv_write.kv_write(x, x, cache[torch.float32], cache[torch.float16], slots, 0, 1),
-        lambda: attend(1, torch.float16, 1, weight[:10].clone()),  # few rows share the keys
+        lambda: attend(1, torch.float16, 1, weight[:10].clone(), 128),  # few rows share the keys
         lambda: attend(1, torch.float32, 0, None),
         lambda: attend(2000, torch.float32, 0, None),
         lambda: kv_write.kv_write(x, x, *codes, slots, 2, 3),
@@ -219,7 +223,11 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="all that the launches have, not one of each kernel")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with compiled(options.targets.split(","), options.variants) as done:
+    targets = options.targets.split(",")
+    from dasllama_torch.triton_kernels import paged_attention
+
+    paged_attention.PTX = all(TARGETS[target].backend == "cuda" for target in targets)
+    with compiled(targets, options.variants) as done:
         for launch in launches(options.types.split(",")):
             launch()
     for kernel, target in done:

@@ -1,6 +1,9 @@
 """Norms, rotations, gated activations, soft caps, cache writes and paged attention in Triton, at odd sizes and over
 views, against float64 formulas and the references."""
 
+import ctypes
+import mmap
+
 import pytest
 import test_attention as attention_cases
 import tolerances
@@ -209,6 +212,19 @@ def test_a_fault_shows_in_the_single_rows_that_see_it_alone(codec):
     assert found[1].isnan().all()
     assert found[2].isnan().flatten(1).any(1).all()
     torch.testing.assert_close(found[0].double(), wanted[0], rtol=0, atol=tolerances.TRITON_ATTENTION)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="protects memory of the host")
+@pytest.mark.parametrize("page", [-1, 2])
+def test_a_single_row_reads_nothing_of_a_page_that_is_none(page):
+    """No other one either: a pool has memory behind no more pages than are in use."""
+    memory = mmap.mmap(-1, 4096 * 2)
+    cache = torch.frombuffer(memory, dtype=torch.float16).view(2, 1, 64, 32)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(4096 * 2), 0) == 0
+    row = torch.zeros(1, dtype=torch.int32)
+    where = row[None] + page, row, row + 4, row + 5
+    for found in (cache, cache[:0]):
+        assert paged_attention(torch.randn(1, 2, 32), found, found, *where, 1.0, 0, 0.0, None, 1, 1, 32).isnan().all()
 
 
 @pytest.mark.parametrize("sequences", [[(0, 20), (7, 1)], [(19, 1), (7, 1)]])

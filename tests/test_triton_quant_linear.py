@@ -15,7 +15,7 @@ from dasllama_torch.ops.lattices import quantize_activation as lattice_op
 from dasllama_torch.ops.lattices import unpack_activation
 from dasllama_torch.ops.quant_linear import quant_linear as op
 from dasllama_torch.ops.quant_linear import quant_linear_backward as op_backward
-from dasllama_torch.triton_kernels import few_rows_mma
+from dasllama_torch.triton_kernels import few_rows, few_rows_mma
 from dasllama_torch.triton_kernels.few_rows import few_rows_together
 from dasllama_torch.triton_kernels.quant_linear import quant_linear, quant_linear_backward
 from dasllama_torch.triton_kernels.quantize_activation import quantize_activation, rounded
@@ -137,6 +137,20 @@ def test_one_long_row(name):
     found = quant_linear(x.to(DEVICE), w.to(DEVICE), row.id, None, True)
     error = (found.cpu() - op.reference(x, w, row.id, None, True)).abs()
     assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
+
+
+def test_w_is_copied_before_x_is_rounded(monkeypatch):
+    """Products may read W while the launch before them ends, which must not be a copy to there."""
+    order = []
+    for name in ("aligned", "rounded"):
+        call = getattr(few_rows, name)
+        monkeypatch.setattr(few_rows, name, lambda *args, name=name, call=call: (order.append(name), call(*args))[1])
+    row = ggml_types.by_name("Q8_0")
+    w, x = random_rows(row, 3, 64), torch.randn(2, 64)
+    placed = torch.empty(w.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(w.shape).copy_(w)  # an odd address
+    wanted = op.reference(x, w, row.id, None, True)
+    assert_near(quant_linear(x.to(DEVICE), placed, row.id, None, True), wanted, tolerances.TRITON_PRODUCT)
+    assert order == ["aligned", "rounded"]
 
 
 # Where a GPU rounds to bf16, the interpreter cuts off.

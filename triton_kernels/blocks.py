@@ -185,7 +185,7 @@ def _word(b, first: tl.constexpr, i, ALIGN: tl.constexpr):
 
 @triton.jit
 def _shifted(low, high, bits):
-    """The 32 bits from `bits` on, 0 or 16, of two words."""
+    """The 32 bits from `bits` on, 0 to 32, of two words."""
     return ((high.to(tl.uint64) << 32 | low.to(tl.uint64)) >> bits).to(tl.uint32)
 
 

@@ -291,11 +291,12 @@ def few_rows_native(
     ids: int [n], of matrices qweight u8 [E, N, row_bytes] with bias [E, N], `share` of them for each row of x, however
     many -> [n, N].
     """
-    N, a = qweight.shape[-2], rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
-    y = _result(x, N, ids)
+    N, y = qweight.shape[-2], _result(x, qweight.shape[-2], ids)
     if y.numel():
-        E = 1 if ids is None else qweight.shape[0]
-        _launch(a, aligned(qweight, qtype), qtype, y, [N], [0] * 6, bias, ids=ids, share=share, E=E)
+        # In this order: products may read W while the launch before them ends, which must not be a copy to there.
+        w, E = aligned(qweight, qtype), 1 if ids is None else qweight.shape[0]
+        a = rounded(x, ggml_types.GGML_TYPES[qtype].lattice)
+        _launch(a, w, qtype, y, [N], [0] * 6, bias, ids=ids, share=share, E=E)
     return y
 
 

@@ -14,8 +14,8 @@ it shows the fault, and one that does not is not touched by it. So is a row whos
 range: a GPU cannot raise without waiting for it.
 
 Tiles of rows take f32 without tensor cores, and codes as the f32 that they stand for. Programs of single rows split f32
-into three bf16, which have all of its bits, and multiply codes as whole numbers, block by block: scales of keys meet
-the products, and scales of values the weights.
+into three bf16, which have all of its bits, unless heads are wide, and multiply codes as whole numbers, block by block:
+scales of keys meet the products, and scales of values the weights.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
@@ -33,13 +33,14 @@ from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs, launch
 from dasllama_torch.triton_kernels.functions import exp, exp_of_negative, in_three, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
-from dasllama_torch.triton_kernels.launch import await_inputs, check, early, heads_of, on_device
+from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
 
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 MOST = 512  # keys of a program where programs share rows, at most
 # Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
 # nothing is, for heads of f16 that are no multiple of 16 wide.
 ROWS, WIDE_ROWS = 32, 128
+WIDEST = tl.constexpr(256)  # of the f32 that tensor cores multiply in parts: those of wider heads find no registers
 NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -50,7 +51,7 @@ def _product(a, b, acc, BM: tl.constexpr):
         high = a.to(tl.float16)
         acc = tl.dot(high, b, acc)
         return tl.dot((a - high.to(tl.float32)).to(tl.float16), b, acc)
-    elif BM > 1 or INTERPRETED:  # the interpreter has no products of bf16
+    elif BM > 1 or b.shape[0] > WIDEST or b.shape[1] > WIDEST or INTERPRETED:  # which has no products of bf16
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         x, y = in_three(a), in_three(b)
@@ -118,7 +119,7 @@ def paged_attention_kernel(
     end = tl.load(row_end + t, mask=live, other=0)
     begin = tl.maximum(pos - window + 1, 0) if window > 0 else tl.zeros_like(pos)
     sees = (seq >= 0) & (begin < end)
-    broken = sees & ((seq >= S) | (end > B * R) | (P == 0))
+    broken = sees & ((seq >= S) | (end > B * R))
     begin, end = tl.maximum(begin, z * split), tl.minimum(end, z * split + split)
     sees = sees & (broken == 0) & (begin < end)
 
@@ -153,7 +154,7 @@ def paged_attention_kernel(
             if not K_WHOLE:
                 wanted = there[None, :] & (d < D)[:, None]
                 if BM == 1 and R % BK == 0:  # what else lies in a page may be read: it is not seen
-                    wanted = (d < D)[:, None]
+                    wanted = (d < tl.where(known, D, 0))[:, None]
                 k = kv_codecs.load(k_at[None, :], d[:, None], wanted, K_CODEC)
             if V_WHOLE:
                 v, v_d = kv_codecs.load_codes(v_at, there, tl.cdiv(Dv, 32), DVP // 32, V_CODEC)
@@ -339,7 +340,7 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     parts = triton.cdiv(H // G, gp)
     halves = k_cache.dtype == v_cache.dtype == torch.float16
     if T <= 2 * S:  # about a row of each sequence: a tile of rows would have many sequences
-        bm, warps, stages = 1, 4, 3 if halves and max(D, Dv) <= 256 else 2
+        bm, warps, stages = 1, 4, 3 if PTX and halves and max(D, Dv) <= 256 else 2  # AMD's shared memory is too small
     elif halves and D % 16 == 0 == Dv % 16 and max(D, Dv) <= 128:
         bm, warps, stages = WIDE_ROWS // gp, 8, 2
     else:
