@@ -9,9 +9,9 @@ each writes its sum, its maximum and its denominator, and `combine_kernel`, whos
 up.
 
 Scores and sums are f32. Where keys or values are f16, an f32 factor is split into two f16 numbers that together have 22
-bits, so that the tensor cores lose nothing of it. A key's score is NaN where its value is not finite: a row that sees
-it shows the fault, and one that does not is not touched by it. So is a row whose sequence, end or pages are out of
-range: a GPU cannot raise without waiting for it.
+bits, so that the tensor cores lose nothing of it. A row that sees a key or a value that is not finite shows the fault,
+in a tile of rows by all of its elements, and one that does not see it is not touched by it. A row whose sequence, end
+or pages are out of range is NaN: a GPU cannot raise without waiting for it.
 
 Tiles of rows take f32 without tensor cores, and codes as the f32 that they stand for. Programs of single rows split f32
 into three bf16, which have all of its bits, unless heads are wide, and multiply codes as whole numbers, block by block:

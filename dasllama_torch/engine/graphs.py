@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 8  # of a recorded step; with more of them, what lies between the ops hardly counts
 MAX_CAPTURED_ROWS = 64  # of a captured one
-MAX_STEPS = 16  # recorded steps of one model that are kept
+MAX_STEPS = 32  # recorded steps of one model that are kept: of seven numbers of rows in four rooms, and some more
 LEAST_ROOM = 8  # pages of each of a captured step's sequences; the next rooms are four times as large each
 MAX_HEADS = 4  # of a recorded step; a stream needs two, as its logits last until the next are there
 
