@@ -51,6 +51,33 @@ def test_of_other_families(name, oracle):
     assert_close(dl.embedding_gradients(model, IDS, 5), hf_gradients(hf, IDS, lambda logits: logits[0, -1, 5])[1], 3)
 
 
+def second_derivative(model, embeds, direction):
+    """Of a token's log-probability with respect to the embeddings, along a direction."""
+    x = embeds.clone().requires_grad_()
+    score = model(inputs_embeds=x).logits[0, -1].log_softmax(-1)[5]
+    (first,) = torch.autograd.grad(score, x, create_graph=True)
+    return torch.autograd.grad((first * direction).sum(), x)[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_moe", "qwen35moe", "gpt-oss"])
+def test_second_derivatives(name, oracle):
+    """Once zeros: kernels of gradients have none of their own, and torch takes that for a constant."""
+    model, hf = live_pair(oracle, name)
+    embeds = model.get_input_embeddings()(torch.tensor([IDS])).detach()
+    direction = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(1))
+    found, wanted = (second_derivative(each, embeds, direction) for each in (model, hf))
+    assert_close(found, wanted, 3)
+    assert wanted.std() > 0
+
+
+def test_forward_mode_is_refused(load):
+    """Once zeros, too."""
+    mlp = load("llama").model.layers[0].mlp
+    x = torch.randn(2, mlp.gate_proj.in_features)
+    with pytest.raises(dl.KernelError, match="x has a tangent, but no op of this package has a derivative in forward"):
+        torch.func.jvp(mlp, (x,), (x,))
+
+
 def test_finite_differences(demo_model):
     """Along the gradient the logit grows by its length; roundings of native mode pass gradients straight through."""
     model = dl.load_model(demo_model, mode="fp32")
