@@ -153,9 +153,18 @@ def fall_back(op, args: tuple, kwargs: dict, why: str):
 
 
 def register_backward(op, backward: Callable, setup_context: Callable) -> None:
-    """Give `op` a gradient formula, as `torch.library.register_autograd` does. Forward-mode differentiation, of which
-    that would lose the tangents without a word, raises `KernelError`."""
-    differentiated = make_autograd_impl(op, Info(backward, setup_context))
+    """Give `op` a gradient formula, as `torch.library.register_autograd` does. What that would lose without a word
+    raises `KernelError`: tangents of forward-mode differentiation, and the gradient of an argument for which the
+    formula gives None though it is wanted."""
+
+    def complete(ctx, *grads):
+        found = backward(ctx, *grads)
+        for argument, wanted, gradient in zip(op._schema.arguments, ctx.needs_input_grad, found, strict=True):
+            if wanted and gradient is None:
+                raise KernelError(f"op {op._schema.name}: {argument.name} requires grad, but has no gradient here")
+        return found
+
+    differentiated = make_autograd_impl(op, Info(complete, setup_context))
 
     def checked(keyset, *args, **kwargs):
         if forward_ad._current_level >= 0:

@@ -11,6 +11,7 @@ from tolerances import FINITE_DIFFERENCE, GRADIENT, NATIVE_GRADIENT
 import dasllama_torch as dl
 
 IDS = text(71, 17)
+REFUSED = ("decay", "dt_bias", "conv1d.weight")  # parameters whose ops have a gradient of their rows only
 
 
 def assert_close(found, wanted, factor=1):
@@ -68,6 +69,31 @@ def test_second_derivatives(name, oracle):
     found, wanted = (second_derivative(each, embeds, direction) for each in (model, hf))
     assert_close(found, wanted, 3)
     assert wanted.std() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_moe", "qwen2moe", "qwen35moe"])
+def test_parameters(name, oracle):
+    """Norms, routers and biases, all of which once came back from `backward` without a gradient but the last."""
+    model, hf = live_pair(oracle, name)
+    ours, theirs = (dict(each.named_parameters()) for each in (model, hf))
+    ours = {path: weight for path, weight in ours.items() if not path.endswith(REFUSED)}
+    for weight in ours.values():
+        weight.requires_grad_()
+    ids = torch.tensor([IDS])
+    for each in (model, hf):
+        each(ids, labels=ids).loss.backward()
+    for path, weight in ours.items():
+        assert_close(weight.grad, theirs[path].grad, 3)
+
+
+@pytest.mark.parametrize(("name", "path"), [("gpt-oss", "sinks"), ("qwen35moe", "dt_bias"), ("qwen35moe", "decay")])
+def test_parameters_without_a_gradient_are_refused(name, path, load):
+    model = load(name)
+    weight = next(weight for name, weight in model.named_parameters() if name.endswith(path))
+    weight.requires_grad_()
+    with pytest.raises(dl.KernelError, match=f"{path} requires grad, but has no gradient here"):
+        model(torch.tensor([IDS])).logits.sum().backward()
+    weight.requires_grad_(False)
 
 
 def test_forward_mode_is_refused(load):
