@@ -24,7 +24,7 @@ from dasllama_torch.engine import gpu_tier
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
-from dasllama_torch.engine.placement import layer_devices
+from dasllama_torch.engine.placement import check_layers, layer_devices
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
@@ -242,6 +242,7 @@ def create_session(
     kept tokens is ContextFull all the same. keep: None: the token that begins every text (BOS), where the vocabulary
     wants one.
     """
+    check_layers(model)
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
