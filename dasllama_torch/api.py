@@ -242,7 +242,6 @@ def create_session(
     kept tokens is ContextFull all the same. keep: None: the token that begins every text (BOS), where the vocabulary
     wants one.
     """
-    check_layers(model)
     n_ctx = min(model.config.n_ctx, DEFAULT_N_CTX) if n_ctx is None else n_ctx
     if n_ctx < 1:
         raise ValueError(f"n_ctx is {n_ctx}, wanted 1 or more")
@@ -266,6 +265,7 @@ def create_session(
         keep = min(int(model.tokenizer is not None and model.tokenizer.add_bos), n_ctx - 1)
     if not 0 <= keep < n_ctx:
         raise ValueError(f"keep is {keep}, wanted 0 to {n_ctx - 1}: n_ctx has to leave room for others")
+    check_layers(model)
     return Session(model, pool, n_ctx, rewind, prefix_cache, on_full, keep)
 
 
