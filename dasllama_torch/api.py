@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dasllama_torch import device_memory
+from dasllama_torch import device_memory, hub
 from dasllama_torch.arch import family
 from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
@@ -102,6 +102,10 @@ def load_model(
             folder = HFFolder(path)
             metadata, source, settings = folder.metadata, folder.source(), folder.generation
         else:
+            if hub.is_name(os.fspath(path)) and not os.path.exists(path):
+                raise GGUFError(
+                    f"{path}: no such file; of the catalogue or the hub: AutoModelForCausalLM.from_pretrained({path!r})"
+                )
             file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
             if mmap is False or (mmap is None and not requantized and device.type == "cpu" and _fits(file)):
                 _read_tensors(file, progress)
