@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dasllama_torch import device_memory
+from dasllama_torch import device_memory, hub
 from dasllama_torch.arch import family
 from dasllama_torch.arch.caps import Caps
 from dasllama_torch.cache.pool import KVPool
@@ -24,7 +24,7 @@ from dasllama_torch.engine import gpu_tier
 from dasllama_torch.engine import pooling as pooling_of
 from dasllama_torch.engine import session as engine_session
 from dasllama_torch.engine.embeddings import Embeddings
-from dasllama_torch.engine.placement import layer_devices
+from dasllama_torch.engine.placement import check_layers, layer_devices
 from dasllama_torch.engine.prefix_cache import PrefixCache
 from dasllama_torch.engine.session import Session
 from dasllama_torch.engine.session_file import SessionFile
@@ -102,6 +102,10 @@ def load_model(
             folder = HFFolder(path)
             metadata, source, settings = folder.metadata, folder.source(), folder.generation
         else:
+            if hub.is_name(os.fspath(path)) and not os.path.exists(path):
+                raise GGUFError(
+                    f"{path}: no such file; of the catalogue or the hub: AutoModelForCausalLM.from_pretrained({path!r})"
+                )
             file: ModelFile = Llama2cFile(path) if Path(path).suffix == ".bin" else GGUFFile(path)
             if mmap is False or (mmap is None and not requantized and device.type == "cpu" and _fits(file)):
                 _read_tensors(file, progress)
@@ -265,6 +269,7 @@ def create_session(
         keep = min(int(model.tokenizer is not None and model.tokenizer.add_bos), n_ctx - 1)
     if not 0 <= keep < n_ctx:
         raise ValueError(f"keep is {keep}, wanted 0 to {n_ctx - 1}: n_ctx has to leave room for others")
+    check_layers(model)
     return Session(model, pool, n_ctx, rewind, prefix_cache, on_full, keep)
 
 

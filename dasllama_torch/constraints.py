@@ -11,6 +11,7 @@ tokens of a text that the grammar leaves no choice about.
 
 import copy
 import json
+import re
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Constraint:
         llguidance = _llguidance()
         fault = llguidance.LLMatcher.validate_grammar(self.grammar, limits=_limits(llguidance))
         if fault:
-            raise ConstraintError(f"the grammar is refused: {_first_line(fault)}")
+            why = re.search(r"^error: (.*)", fault, re.MULTILINE)  # behind a picture of the place, of an expression
+            raise ConstraintError(f"the grammar is refused: {_first_line(fault)}{' ' + why[1] if why else ''}")
 
     @classmethod
     def json_schema(cls, schema: Any) -> "Constraint":

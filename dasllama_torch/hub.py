@@ -121,6 +121,11 @@ def find(name: str) -> CatalogueModel | None:
     return next((model for model in CATALOGUE if wanted in (model.name, *model.aliases)), None)
 
 
+def is_name(name: str) -> bool:
+    """Whether `pull` may know it: a name of the catalogue, or written as a reference to the hub."""
+    return find(name) is not None or _HUB.fullmatch(name) is not None
+
+
 def resolve(name: str | os.PathLike, progress: bool = True) -> Path:
     """The file that `name` means: a path that is there, else what `pull` makes of it. Errors as `pull`."""
     path = Path(name)

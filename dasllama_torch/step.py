@@ -80,6 +80,8 @@ class Step:
         index = torch.arange(length, device=device).expand(batch, length)
         sequence = torch.arange(batch, device=device).unsqueeze(1).expand(batch, length)
         if attention_mask is not None:
+            if attention_mask.shape not in ((batch, length), (1, length)):
+                raise ValueError(f"attention_mask is {list(attention_mask.shape)}, wanted {[batch, length]}")
             sequence = torch.where(attention_mask.bool(), sequence, -1)
         positions = index if position_ids is None else position_ids
         positions = positions.to(torch.int64).expand(*positions.shape[:-2], batch, length)

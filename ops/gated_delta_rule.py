@@ -99,14 +99,14 @@ def gated_delta_rule_backward(
         for i, t in reversed(list(enumerate(rows))):
             faded = states[i] * g_[t].exp()[:, None, None]
             dq[t] = torch.einsum("hkv,hv->hk", states[i + 1], dy[t])
-            dm += torch.einsum("hk,hv->hkv", q_[t], dy[t])
+            dm = dm + torch.einsum("hk,hv->hkv", q_[t], dy[t])  # nothing that is read is written again: see `define`
             dtaken = torch.einsum("hk,hkv->hv", k_[t], dm)
-            dv[t] = beta_[t][:, None] * dtaken
+            dv[t] = dvalue = beta_[t][:, None] * dtaken
             dbeta[t] = (dtaken * (v_[t] - torch.einsum("hk,hkv->hv", k_[t], faded))).sum(-1)
-            dk[t] = torch.einsum("hkv,hv->hk", dm, taken[i]) - torch.einsum("hkv,hv->hk", faded, dv[t])
-            dm -= torch.einsum("hk,hv->hkv", k_[t], dv[t])
+            dk[t] = torch.einsum("hkv,hv->hk", dm, taken[i]) - torch.einsum("hkv,hv->hk", faded, dvalue)
+            dm = dm - torch.einsum("hk,hv->hkv", k_[t], dvalue)
             dg[t] = (dm * faded).sum((1, 2))
-            dm *= g_[t].exp()[:, None, None]
+            dm = dm * g_[t].exp()[:, None, None]
 
     def through_unit(x: Tensor, d: Tensor, scale: float) -> Tensor:
         """From d of the repeated, scaled unit vectors [T, H, Dk] to d of x [..., G, Dk]."""

@@ -121,7 +121,7 @@ assert [codec.id for codec in CODECS] == list(range(len(CODECS)))
 
 def codec_pair(kv_dtype: str | tuple[str, str]) -> tuple[KVCodec, KVCodec]:
     """The codecs of keys and of values: `kv_dtype` names one for both, or one each. ValueError for an unknown name."""
-    names = (kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else tuple(kv_dtype)
+    names = tuple(kv_dtype) if isinstance(kv_dtype, tuple | list) else (kv_dtype, kv_dtype)
     if len(names) != 2:
         raise ValueError(f"kv_dtype is {kv_dtype!r}, wanted a name or a pair of names: for keys and for values")
     for name in names:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dasllama_torch.errors import KernelError
@@ -53,6 +55,7 @@ def define(
     it leaves them alone; a cache may be address space for more than the machine's memory. cost: same arguments -> Cost;
     by default every argument is read, every result written, and what is touched both (`cost_of`).
     The returned `OpOverload` has `.reference`, which other references call so that a reference never meets a kernel.
+    Of a gradient, an op named "..._backward", autograd records the reference, and so second derivatives are had.
     """
 
     def wrap(reference: Callable):
@@ -66,7 +69,15 @@ def define(
                 return op(*args, **kwargs)
             return fall_back(op, args, kwargs, "no kernel serves this")
 
+        def recorded(*args, **kwargs):
+            if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+                return fall_back(op, args, kwargs, "no kernel has a second derivative")
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
+
         _LIBRARY.impl(name, counted, "CompositeExplicitAutograd")
+        if name.endswith("_backward"):
+            _LIBRARY.impl(name, recorded, "Autograd")
         torch.library.register_fake(f"dasllama::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.dasllama, name).default
         op.reference = reference
@@ -142,8 +153,30 @@ def fall_back(op, args: tuple, kwargs: dict, why: str):
 
 
 def register_backward(op, backward: Callable, setup_context: Callable) -> None:
-    """Give `op` a gradient formula (`torch.library.register_autograd`); an op without one raises when asked for it."""
-    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
+    """Give `op` a gradient formula, as `torch.library.register_autograd` does. What that would lose without a word
+    raises `KernelError`: tangents of forward-mode differentiation, and the gradient of an argument for which the
+    formula gives None though it is wanted."""
+
+    def complete(ctx, *grads):
+        found = backward(ctx, *grads)
+        for argument, wanted, gradient in zip(op._schema.arguments, ctx.needs_input_grad, found, strict=True):
+            if wanted and gradient is None:
+                raise KernelError(f"op {op._schema.name}: {argument.name} requires grad, but has no gradient here")
+        return found
+
+    differentiated = make_autograd_impl(op, Info(complete, setup_context))
+
+    def checked(keyset, *args, **kwargs):
+        if forward_ad._current_level >= 0:
+            for argument, value in zip(op._schema.arguments, args, strict=False):
+                if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                    raise KernelError(
+                        f"op {op._schema.name}: {argument.name} has a tangent, but no op of this package has a "
+                        "derivative in forward mode; torch.autograd.functional.jvp takes two in reverse mode"
+                    )
+        return differentiated(keyset, *args, **kwargs)
+
+    _LIBRARY.impl(op._schema.name.removeprefix("dasllama::"), checked, "Autograd", with_keyset=True)
 
 
 def refuse_gradient(op, instead: str) -> None:

@@ -31,7 +31,10 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad):
     x, weight = ctx.saved_tensors
-    return rms_norm_backward(grad, x, weight, ctx.eps), None, None
+    dweight = None
+    if ctx.needs_input_grad[1]:
+        dweight = (grad.float() * rms_norm(x, None, ctx.eps).float()).reshape(-1, x.shape[-1]).sum(0)
+    return rms_norm_backward(grad, x, weight, ctx.eps) if ctx.needs_input_grad[0] else None, dweight, None
 
 
 register_backward(rms_norm, _backward, _setup)

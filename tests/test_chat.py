@@ -299,6 +299,22 @@ def test_a_caller_who_goes_away(chat):
     assert torch.equal(c.session.logits, last(c.session.model, prompt))
 
 
+def test_a_reply_that_begins_before_the_last_has_ended(chat):
+    """The first one's loop ends with an error, and the conversation holds the second."""
+    talk = chat()
+    talk.add_user("Hello")
+    first = talk.respond(max_tokens=8)
+    next(first)
+    list(talk.respond(max_tokens=4))
+    kept = copy.deepcopy(talk.messages)
+    with pytest.raises(dl.DasllamaError, match="another reply has begun"):
+        list(first)
+    assert talk.messages == kept
+    assert [message["role"] for message in kept] == ["user", "assistant"]
+    with pytest.raises(TypeError, match="the message is NoneType, wanted text"):
+        talk.add_user(None)
+
+
 def test_an_error_on_the_way(chat):
     c = chat()
     c.add_user("Hello")

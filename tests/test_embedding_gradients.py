@@ -11,6 +11,7 @@ from tolerances import FINITE_DIFFERENCE, GRADIENT, NATIVE_GRADIENT
 import dasllama_torch as dl
 
 IDS = text(71, 17)
+REFUSED = ("decay", "dt_bias", "conv1d.weight")  # parameters whose ops have a gradient of their rows only
 
 
 def assert_close(found, wanted, factor=1):
@@ -49,6 +50,58 @@ def test_of_other_families(name, oracle):
     """Delta nets, experts, tables of each layer's own."""
     model, hf = live_pair(oracle, name)
     assert_close(dl.embedding_gradients(model, IDS, 5), hf_gradients(hf, IDS, lambda logits: logits[0, -1, 5])[1], 3)
+
+
+def second_derivative(model, embeds, direction):
+    """Of a token's log-probability with respect to the embeddings, along a direction."""
+    x = embeds.clone().requires_grad_()
+    score = model(inputs_embeds=x).logits[0, -1].log_softmax(-1)[5]
+    (first,) = torch.autograd.grad(score, x, create_graph=True)
+    return torch.autograd.grad((first * direction).sum(), x)[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_moe", "qwen35moe", "gpt-oss"])
+def test_second_derivatives(name, oracle):
+    """Once zeros: kernels of gradients have none of their own, and torch takes that for a constant."""
+    model, hf = live_pair(oracle, name)
+    embeds = model.get_input_embeddings()(torch.tensor([IDS])).detach()
+    direction = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(1))
+    found, wanted = (second_derivative(each, embeds, direction) for each in (model, hf))
+    assert_close(found, wanted, 3)
+    assert wanted.std() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_moe", "qwen2moe", "qwen35moe"])
+def test_parameters(name, oracle):
+    """Norms, routers and biases, all of which once came back from `backward` without a gradient but the last."""
+    model, hf = live_pair(oracle, name)
+    ours, theirs = (dict(each.named_parameters()) for each in (model, hf))
+    ours = {path: weight for path, weight in ours.items() if not path.endswith(REFUSED)}
+    for weight in ours.values():
+        weight.requires_grad_()
+    ids = torch.tensor([IDS])
+    for each in (model, hf):
+        each(ids, labels=ids).loss.backward()
+    for path, weight in ours.items():
+        assert_close(weight.grad, theirs[path].grad, 3)
+
+
+@pytest.mark.parametrize(("name", "path"), [("gpt-oss", "sinks"), ("qwen35moe", "dt_bias"), ("qwen35moe", "decay")])
+def test_parameters_without_a_gradient_are_refused(name, path, load):
+    model = load(name)
+    weight = next(weight for name, weight in model.named_parameters() if name.endswith(path))
+    weight.requires_grad_()
+    with pytest.raises(dl.KernelError, match=f"{path} requires grad, but has no gradient here"):
+        model(torch.tensor([IDS])).logits.sum().backward()
+    weight.requires_grad_(False)
+
+
+def test_forward_mode_is_refused(load):
+    """Once zeros, too."""
+    mlp = load("llama").model.layers[0].mlp
+    x = torch.randn(2, mlp.gate_proj.in_features)
+    with pytest.raises(dl.KernelError, match="x has a tangent, but no op of this package has a derivative in forward"):
+        torch.func.jvp(mlp, (x,), (x,))
 
 
 def test_finite_differences(demo_model):

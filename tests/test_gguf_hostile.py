@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import dasllama_torch as dl
 from dasllama_torch.errors import DasllamaError, GGUFError
 from dasllama_torch.gguf import values
 from dasllama_torch.gguf.reader import GGUFFile
@@ -277,6 +278,9 @@ def test_paths(tmp_path):
         GGUFFile("nul\0byte.gguf")
     with pytest.raises(GGUFError, match="no such file"):
         GGUFFile("x" * 5000 + "-00001-of-00001.gguf")
+    for name in ("smollm2", "owner/repo:file.gguf"):
+        with pytest.raises(GGUFError, match=f"{name}: no such file; .*from_pretrained"):
+            dl.load_model(name)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")

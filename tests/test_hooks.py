@@ -3,6 +3,7 @@ nothing, to the bit; what a hook puts in the place of a tensor is what the next 
 
 import pytest
 import torch
+from tolerances import FP32_LOGITS
 
 import dasllama_torch as dl
 from dasllama_torch.engine import graphs
@@ -118,6 +119,24 @@ def test_each_kind_of_module_may_get_another_input(model):
         assert not torch.equal(found[0], wanted[0]), path
         assert not torch.equal(found[-1], wanted[-1]), path
     assert same(run(model), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen35moe"])
+def test_layers_taken_out_or_twice(name, oracle):
+    """Sessions follow what the decoder is left with, by recorded steps too, unless a layer is there twice."""
+    model = dl.load_model(oracle / "tiny" / f"{name}.gguf", mode="fp32")
+    layers = model.get_decoder().layers
+    del layers[1]
+    layers.insert(0, layers.pop(-1))
+    ids = text(24)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0]
+    with dl.create_session(model, "f32") as session:
+        found = [session.eval(ids[:16], "all"), *(session.eval([token])[None] for token in ids[16:])]
+    assert (torch.cat(found) - wanted).abs().max() <= FP32_LOGITS * wanted.std()
+    layers.append(layers[0])
+    with pytest.raises(dl.UnsupportedModel, match=f"layer {len(layers) - 1} of the decoder is also layer 0"):
+        dl.create_session(model)
 
 
 def test_hooks_see_each_step_of_generate(model):

@@ -316,6 +316,14 @@ def test_a_prefix_cache_keeps_nothing_of_it(model, vector):
         assert torch.equal(session.eval(IDS), wanted)
 
 
+def test_a_number_stands_for_all_of_a_value(load):
+    model = load("llama")
+    with dl.patch(model, {"blocks.0.hook_mlp_out": 0}):
+        found = forward(model, IDS)
+    with dl.patch(model, {"blocks.0.hook_mlp_out": torch.zeros_like}):
+        assert torch.equal(forward(model, IDS), found)
+
+
 def test_what_is_refused(load):
     model = load("gpt-oss")
     with pytest.raises(UnknownName, match="'blocks.0.attn.hook_pattern' is computed for who looks"):

@@ -1,6 +1,8 @@
 """Sessions: positions, pages, generation, errors that leave a session as it was."""
 
+import copy
 import gc
+import pickle
 
 import hf_twin
 import pytest
@@ -145,6 +147,10 @@ def test_out_of_pages_loses_nothing(model):
         (lambda m, s: list(s.generate([1], max_tokens=-1)), "max_tokens"),
         (lambda m, s: m(None), "either input_ids or inputs_embeds"),
         (lambda m, s: m(torch.tensor([1, 2])), "rank 1"),
+        (lambda m, s: m(torch.ones(2, 3).long(), attention_mask=torch.ones(2, 4)), r"is \[2, 4\], wanted \[2, 3\]"),
+        (lambda m, s: dl.create_session(m, torch.float16), "torch.float16 is unknown"),
+        (lambda m, s: dl.run_with_cache(m, ["a", "b"], "hook_embed"), "several texts"),
+        (lambda m, s: dl.SamplingParams(constraint="[0-9]+"), "wanted a Constraint"),
     ],
 )
 def test_wrong_calls_are_refused(model, call, text):
@@ -152,6 +158,28 @@ def test_wrong_calls_are_refused(model, call, text):
     with pytest.raises(ValueError, match=text):
         call(model, session)
     assert session.n_past == 0
+
+
+@pytest.mark.parametrize("ids", ["12", ["1"], [1.5], torch.tensor([1.0, 2.0]), [[1, 2]]], ids=str)
+def test_ids_are_whole_numbers(model, ids):
+    """int() would take some of these for ids."""
+    session = dl.create_session(model)
+    for call in (session.eval, session.prefill, lambda ids: list(session.generate(ids, max_tokens=1))):
+        with pytest.raises(TypeError, match="wanted token ids"):
+            call(ids)
+    assert session.n_past == 0
+    session.eval(torch.tensor([1, 2]))
+
+
+def test_copies_and_repr(model):
+    session = dl.create_session(model)
+    session.eval([1, 2, 3])
+    assert repr(session) == "<Session of Qwen2ForCausalLM: 3 of 256 tokens, kv_dtype 'f16'>"
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="wanted fork"):
+            call(session)
+    session.close()
+    assert "closed" in repr(session)
 
 
 def test_nothing_to_sample_from(model):

@@ -368,3 +368,11 @@ def test_broken_and_foreign_files(saved, tmp_path, oracle):
         with contextlib.suppress(dl.SessionFileError):
             dl.load_session(model, path, pool=pool).close()
         assert pool.used_bytes == 0
+
+
+def test_where_nothing_can_be_written(load, tmp_path):
+    with dl.create_session(load("llama")) as session:
+        session.eval([1, 2])
+        with pytest.raises(dl.SessionFileError, match="cannot be written"):
+            session.save(tmp_path)  # a folder
+    assert not list(tmp_path.parent.glob("*.part"))

@@ -431,6 +431,12 @@ def test_ids_that_are_not_there(token_id):
             use(token_id)
 
 
+@pytest.mark.parametrize("given", [None, b"text", ["some", "texts"], 5], ids=str)
+def test_what_is_no_text(given):
+    with pytest.raises(TypeError, match=f"wanted text to encode, found {type(given).__name__}"):
+        tokenizer(bpe("gpt-2")).encode(given)
+
+
 @pytest.mark.parametrize("md", [bpe("gpt-2"), spm(PIECES)])
 def test_lone_surrogates(md):
     with pytest.raises(TokenizerError, match=r"a lone surrogate, U\+DC80, at character 1"):

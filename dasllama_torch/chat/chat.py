@@ -70,6 +70,7 @@ class Chat:
         self.tools: list[Mapping[str, Any]] = []
         self.thinking: bool | str | None = None
         self.reply: ChatReply | None = None
+        self._latest: object | None = None  # the reply that began last
         self._inside = False  # whether the prompt that was rendered last ends within the reasoning
         self._variables: dict[str, Any] = {}  # for the template
         self.set_tools(tools)
@@ -107,7 +108,9 @@ class Chat:
 
     def add_user(self, text: str, escape_special: bool = True) -> None:
         """The next message of the user. escape_special: the names of special tokens in it stay text; False: they become
-        those tokens, as in transformers."""
+        those tokens, as in transformers. Raises TypeError for what is no text."""
+        if not isinstance(text, str):
+            raise TypeError(f"the message is {type(text).__name__}, wanted text")
         self.messages.append(Message({"role": "user", "content": text}, escape_special=escape_special))
 
     def add_assistant(
@@ -187,6 +190,7 @@ class Chat:
         a reply that was cut short is evaluated with the next turn.
         """
         self.reply = None
+        self._latest = this = object()
         session = self._need_session()
         prompt = self._turn()
         params = self._held_to(params, tool_choice)
@@ -201,6 +205,8 @@ class Chat:
             for token, _ in tokens:
                 if token is not None:  # the end of a text cut within a character
                     yield from reader.feed(text.feed(token))
+                if self._latest is not this:
+                    raise DasllamaError("another reply has begun: wanted each loop over `respond` left before the next")
                 if text.stopped:
                     finish = "stop"
                     break
@@ -209,7 +215,7 @@ class Chat:
         finally:
             tokens.close()
             rest = reader.feed(text.finish()) + reader.finish()
-            if text.ids or finish != "caller":
+            if self._latest is this and (text.ids or finish != "caller"):
                 self._take(reader.reply(text.ids, finish), prompt, text.kept)
         yield from rest
 

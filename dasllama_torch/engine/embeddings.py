@@ -1,10 +1,11 @@
 """Rows of embeddings in the place of tokens: pictures, sound, soft prompts. n rows, C embedding, A axes of M-RoPE."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +123,14 @@ class Embeddings:
                 raise ValueError(f"the rows have {self.positions.shape[1]} positions each, wanted {N_AXES}")
 
 
+def token_ids(given: Iterable[int]) -> list[int]:
+    """Ids as Python's. Raises TypeError for what `int` would take besides: 1.5 for 1, and the text "12" for 1 and 2."""
+    try:
+        return list(map(index, given))
+    except TypeError as error:
+        raise TypeError(f"wanted token ids ({error}); model.encode(text) gives those of a text") from None
+
+
 def has_axes(config: "DecoderConfig") -> bool:
     """Whether the model has M-RoPE."""
     return any(layer.rope and layer.rope.axes for layer in config.layers)
@@ -149,7 +158,7 @@ class Prompt:
                     spans.append(each.span(len(ids)))
                     ids += [EMBEDDING] * len(each)
             else:
-                parts.append((len(ids), list(map(int, run))))
+                parts.append((len(ids), token_ids(run)))
                 ids += parts[-1][1]
         return Prompt(ids, spans, parts)
 

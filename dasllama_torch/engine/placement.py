@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dasllama_torch import device_memory
 from dasllama_torch.config import CacheSpec, StateSpec
+from dasllama_torch.errors import UnsupportedModel
 from dasllama_torch.modules.causal_lm import CausalLM
 from dasllama_torch.modules.moe import Experts
 from dasllama_torch.ops.kv_codecs import codec_pair
@@ -137,8 +138,24 @@ def experts_of(layer: nn.Module) -> list[Experts]:
 
 
 def layer_devices(model: CausalLM) -> list[torch.device]:
-    """Where each layer lies: its experts aside, which may be elsewhere."""
-    return [next(layer.parameters()).device for layer in model.get_decoder().layers]
+    """Where each layer of the config lies: its experts aside, which may be elsewhere. Layers may have been taken out of
+    the decoder or put into another order; each keeps the place in a cache that it was made with."""
+    found = {}
+    for layer in model.get_decoder().layers:
+        device = next((parameter.device for parameter in layer.parameters()), model.device)
+        found |= {module.layer: device for module in layer.modules() if isinstance(getattr(module, "layer", None), int)}
+    return [found.get(i, model.device) for i in range(len(model.config.layers))]
+
+
+def check_layers(model: CausalLM) -> None:
+    """Raise UnsupportedModel where the decoder has a layer twice: both would write their keys to one place."""
+    layers = list(model.get_decoder().layers)
+    if len(set(map(id, layers))) < len(layers):
+        twice = next(i for i, layer in enumerate(layers) if layer in layers[:i])
+        raise UnsupportedModel(
+            f"layer {twice} of the decoder is also layer {layers.index(layers[twice])}, and sessions keep keys for one "
+            "of them: wanted forwards without a cache"
+        )
 
 
 class Placed:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dasllama_torch.cache.forecast import Forecast
 from dasllama_torch.engine import graphs, lookahead
-from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Placed, embed, place
+from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings, Placed, embed, place, token_ids
 from dasllama_torch.engine.scheduler import Chunk, plan_windows
 from dasllama_torch.errors import CannotRewind
 from dasllama_torch.ops import registry
@@ -123,7 +123,7 @@ def _max_rows(session: "Session") -> int:
 
 
 def _ids(given: Sequence[int] | Embeddings) -> list[int]:
-    return [EMBEDDING] * len(given) if isinstance(given, Embeddings) else [int(token) for token in given]
+    return [EMBEDDING] * len(given) if isinstance(given, Embeddings) else token_ids(given)
 
 
 def _check_together(sessions: list["Session"]) -> None:

@@ -436,6 +436,13 @@ class Session:
         if self._closed:
             raise DasllamaError("the session is closed")
 
+    def __reduce__(self):
+        raise TypeError("a session cannot be pickled: wanted fork(session) for a copy, session.save(path) for a file")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.n_past} of {self.n_ctx} tokens"
+        return f"<Session of {type(self.model).__name__}: {state}, kv_dtype {self.pool.kv_dtype!r}>"
+
     def __enter__(self) -> "Session":
         return self
 

@@ -81,7 +81,7 @@ def save(session: "Session", path: str | os.PathLike) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {KEY: json.dumps(facts)})
         os.replace(part, path)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise SessionFileError(f"{path}: the session cannot be written: {error}") from None
     finally:
         part.unlink(missing_ok=True)

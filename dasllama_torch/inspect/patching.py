@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from dasllama_torch.errors import UnknownName
@@ -19,7 +20,7 @@ from dasllama_torch.modules.causal_lm import CausalLM
 if TYPE_CHECKING:
     from dasllama_torch.engine.session import Session
 
-Patch = Tensor | Callable[[Tensor], Tensor]
+Patch = Tensor | float | Callable[[Tensor], Tensor]
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def patch(
     """Within this context the named values of every forward are replaced, at the rows that are meant.
 
     patches: by a name or pattern of inspect/sites.py, what takes the value's place there:
-      a function, from those rows [n, ...] to as many;
+      a function, from those rows [n, ...] to as many; or a number;
       a tensor of one row's shape, say [C], for each of them;
       a tensor with one more dim, [T, C], or two, [B, T, C], as an `ActivationCache` holds it: row t is for position t
       of its sequence, and rows beyond T stay as they are, unless `positions` names one of them. More sequences than
@@ -48,6 +49,7 @@ def patch(
     names, rows = Names(model), Rows.of(positions, sessions)
     acts = {}
     for pattern, new in patches.items():
+        new = torch.tensor(float(new)) if isinstance(new, int | float) else new
         for name, site in names.find(pattern).items():
             if site.derived:
                 raise UnknownName(f"{name!r} is computed for who looks at it, and cannot be replaced")

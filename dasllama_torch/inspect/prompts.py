@@ -26,6 +26,8 @@ def ids_of(target: Target, prompt: Prompt) -> Tensor:
     if isinstance(prompt, str):
         has_begun = isinstance(target, Session) and bool(target.n_past or target.pending)
         prompt = model_of(target).encode(prompt, add_special=not has_begun)
+    elif not isinstance(prompt, Tensor) and any(isinstance(part, str) for part in prompt):
+        raise ValueError("wanted one text, or ids [T] or [B, T], found several texts")
     device = model_of(target).get_input_embeddings().qweight.device
     ids = torch.as_tensor(prompt, dtype=torch.int64, device=device)
     ids = ids[None] if ids.dim() == 1 else ids

@@ -112,6 +112,8 @@ class F32Linear(Module):
         self.gguf_name = w.prefix + name
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.requires_grad and torch.is_grad_enabled():  # which is lost on the way to bytes
+            return nn.functional.linear(x.float(), self.weight, self.bias).to(x.dtype)
         return quant_linear(x, self.weight.view(torch.uint8), ggml_types.F32, self.bias, False)
 
     def extra_repr(self) -> str:

@@ -246,6 +246,8 @@ class Tokenizer:
 
 
 def _valid(text: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"wanted text to encode, found {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
