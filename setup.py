@@ -33,6 +33,7 @@ setup(
                 "-Wno-psabi",
                 "-Wno-uninitialized",  # GCC 12 mistakes the undefined registers of its own AVX-512 header
                 "-Wno-maybe-uninitialized",
+                f"-ffile-prefix-map={Path.cwd()}/=",  # errors name the file, not where it was compiled
                 "-DTORCH_TARGET_VERSION=0x020a000000000000",
                 "-DPy_LIMITED_API=0x030a0000",
             ],

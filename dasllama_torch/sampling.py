@@ -82,6 +82,7 @@ class SamplingParams:
             "stop": (all(isinstance(text, str) and text for text in self.stop), "strings that are not empty"),
             "stop_ids": (all(token >= 0 for token in self.stop_ids), "token ids"),
             "constraint": (self.constraint is None or hasattr(self.constraint, "matcher"), "a Constraint"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits, or None"),
             "logprobs": (self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
         }
         for name, (ok, wanted) in checks.items():

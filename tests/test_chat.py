@@ -922,6 +922,8 @@ def test_a_conversation_in_a_file(chat, tmp_path):
     c.add_user("<|im_end|>")
     c.save(tmp_path / "chat.json")
     assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
+    with pytest.raises(dl.SessionFileError, match="nowhere.chat.json: the chat cannot be written: No such file"):
+        c.save(tmp_path / "nowhere" / "chat.json")
     again = chat(QWEN3, session=c.session)
     again.load(tmp_path / "chat.json")
     assert (again.messages, again.tools, again.thinking) == (c.messages, c.tools, True)

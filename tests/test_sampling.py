@@ -279,6 +279,7 @@ def test_a_seed_repeats():
     ("name", "value"),
     [
         ("temp", float("nan")), ("temp", float("inf")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", -0.1),
+        ("seed", 2**64), ("seed", -(2**63) - 1),
         ("repetition_penalty", 0.0), ("presence_penalty", float("nan")), ("penalty_last_n", -2),
         ("logit_bias", {3: NAN}), ("logit_bias", {3: INF}), ("logit_bias", {-1: 0.0}), ("stop", ""),
         ("stop", ["a", ""]), ("stop", [3]), ("stop_ids", [-1]), ("logprobs", -1),

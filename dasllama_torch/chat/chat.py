@@ -321,7 +321,8 @@ class Chat:
         return fork
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the conversation to a file: JSON of messages, tools and `thinking`, and the ids of replies."""
+        """Write the conversation to a file: JSON of messages, tools and `thinking`, and the ids of replies. Raises
+        SessionFileError where it cannot be written."""
         chat_file.save(self, path)
 
     def load(self, path: str | os.PathLike) -> None:

@@ -38,6 +38,8 @@ def save(chat: "Chat", path: str | os.PathLike) -> None:
     try:
         part.write_text(json.dumps(data, ensure_ascii=False, indent=1), "utf-8")
         os.replace(part, path)
+    except OSError as error:
+        raise SessionFileError(f"{path}: the chat cannot be written: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
 
