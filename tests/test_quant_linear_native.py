@@ -125,31 +125,29 @@ def test_shared_activations_of_two_types(isa, names):
     assert_same_bits(found, quant_linear(other, weights[0], rows[0].id, None, True))
 
 
+def assert_sets_agree(row: ggml_types.GGMLType, M: int, N: int, K: int) -> None:
+    w, x = random_rows(row, N, K), random_x(M, K)
+    registry.set_isa("scalar")
+    want = quant_linear(x, w, row.id, None, True)
+    for name in ISAS[1:]:
+        registry.set_isa(name)
+        assert_same_bits(quant_linear(x, w, row.id, None, True), want)
+    registry.set_isa(None)
+
+
 @pytest.mark.parametrize("row", SOME, ids=by_name)
 def test_instruction_sets_agree_on_large_matrices(row):
     """Sizes at which rows are cut into windows and tasks: more than 8 MiB of activations, and few weight rows."""
     K = 2048 if row.block == 256 else 2016 if row.block == 32 else 2048
     for M, N in ((300, 40), (4200, 3)):
-        w, x = random_rows(row, N, K), random_x(M, K)
-        registry.set_isa("scalar")
-        want = quant_linear(x, w, row.id, None, True)
-        for name in ISAS[1:]:
-            registry.set_isa(name)
-            assert_same_bits(quant_linear(x, w, row.id, None, True), want)
-        registry.set_isa(None)
+        assert_sets_agree(row, M, N, K)
 
 
 @pytest.mark.parametrize("row", [row for row in PACKED if row.block == 256], ids=by_name)
 def test_instruction_sets_agree_on_few_long_rows(row):
     """While few rows of x are short, weights are taken row after row; beyond that, a block of each row in turn."""
     for M, K in ((1, 8192), (1, 8448), (2, 4096), (3, 2816), (4, 2048), (4, 2304)):
-        w, x = random_rows(row, 37, K), random_x(M, K)
-        registry.set_isa("scalar")
-        want = quant_linear(x, w, row.id, None, True)
-        for name in ISAS[1:]:
-            registry.set_isa(name)
-            assert_same_bits(quant_linear(x, w, row.id, None, True), want)
-        registry.set_isa(None)
+        assert_sets_agree(row, M, 37, K)
 
 
 def with_scales_of_one(blocks, row):

@@ -1,5 +1,5 @@
-// Bytes of kLanes rows as ints with a lane per row, for both widths of vectors of x86. Plain loads and shuffles: on many
-// processors a gather takes longer than as many loads.
+// Bytes of kLanes rows as ints with a lane per row, and points of a grid, for both widths of vectors of x86. Plain loads
+// and shuffles: on many processors a gather takes longer than as many loads.
 #pragma once
 
 namespace dasllama {
@@ -45,6 +45,20 @@ DASLLAMA_INLINE void gather_lanes(const uint8_t* base, const Offsets& offset, In
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++) out[r] = unit_of_four(r, row);
   transpose_quad(out);
+}
+
+// Points of four bytes, one for each index.
+DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
+  return unit_of_four(0, [&](int first) __attribute__((always_inline)) {
+    uint64_t at;
+    std::memcpy(&at, index + first, 8);
+    const auto point = [&](int i) __attribute__((always_inline)) {
+      int32_t bytes;
+      std::memcpy(&bytes, grid[at >> 16 * i & 0xffff], 4);
+      return _mm_cvtsi32_si128(bytes);
+    };
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(point(0), point(1)), _mm_unpacklo_epi32(point(2), point(3)));
+  });
 }
 
 }  // namespace int_dot

@@ -130,19 +130,6 @@ DASLLAMA_INLINE Ints points(const int8_t (*grid)[8], const uint16_t* index) {
   };
   return join_units({two(0), two(1), two(2), two(3)});
 }
-DASLLAMA_INLINE Ints points(const int8_t (*grid)[4], const uint16_t* index) {
-  const auto four = [&](int i) __attribute__((always_inline)) {
-    uint64_t at;
-    std::memcpy(&at, index + 4 * i, 8);
-    const auto point = [&](int j) __attribute__((always_inline)) {
-      int32_t bytes;
-      std::memcpy(&bytes, grid[at >> 16 * j & 0xffff], 4);
-      return _mm_cvtsi32_si128(bytes);
-    };
-    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(point(0), point(1)), _mm_unpacklo_epi32(point(2), point(3)));
-  };
-  return join_units({four(0), four(1), four(2), four(3)});
-}
 // a + b, but a - b in the bytes whose bit is set: bit j % 8 of bits[j / 8] for byte j.
 DASLLAMA_INLINE Ints plus_minus(Ints a, Ints b, const uint8_t* bits) {
   __mmask64 minus;
