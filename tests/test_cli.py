@@ -122,7 +122,17 @@ def test_an_architecture_that_is_not_implemented_is_one_line(capsys, small):
     [("nosuch", "is unknown, wanted 'cpu', 'cuda' or 'auto'"), ("meta", "has no kernels"), ("cuda:99", "is not there")],
 )
 def test_a_device_that_cannot_serve_is_one_line(capsys, small, device, wanted):
-    assert f"device {device!r} {wanted}" in fails(capsys, "run", small, "text", "--device", device)
+    for command in (
+        ["run", small, "text"],
+        ["bench", small],
+        ["compare", small, small],
+        ["eval", small, "-t", __file__],
+    ):
+        assert f"device {device!r} {wanted}" in fails(capsys, *command, "--device", device)
+
+
+def test_a_profile_is_of_the_cpu(capsys, small):
+    assert "--device is cuda" in fails(capsys, "bench", small, "--profile", "--device", "cuda")
 
 
 def test_text_for_a_file_without_a_vocabulary_is_one_line(capsys, oracle):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .models import load, start_torch
-from .options import KVOption, KVType, Mode, ModelArgument, ModeOption, ThreadsOption
+from .options import DeviceOption, KVOption, KVType, Mode, ModelArgument, ModeOption, ThreadsOption
 from .output import printable, status
 
 
@@ -21,6 +21,7 @@ def command(
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Times that each is measured.")] = 5,
     mode: ModeOption = Mode.native,
     kv: KVOption = KVType.f16,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Show each op's time, and what this machine could do at best.")
@@ -28,15 +29,19 @@ def command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file too.")] = None,
 ) -> None:
     """Measure tokens per second. Those of a prompt are called pp, those of generation tg."""
+    if profile and device != "cpu":
+        raise typer.BadParameter(f"--profile is of the CPU's ops, and --device is {device}")
     start_torch(threads)
     import torch
 
     from dasllama_torch import bench as measure
 
-    loaded, path = load(model, mode)
+    loaded, path = load(model, mode, device)
     used = torch.get_num_threads()
-    facts: dict[str, Any] = {"model": str(path), "mode": mode.value, "kv": kv.value, "threads": used, "speeds": []}
-    print(f"{printable(path.name)}, mode {mode.value}, KV cache {kv.value}, {used} threads")
+    facts: dict[str, Any] = {"model": str(path), "mode": mode.value, "kv": kv.value, "device": device}
+    facts |= {"threads": used, "speeds": []}
+    where = f"{used} threads" if device == "cpu" else f"device {device}"
+    print(f"{printable(path.name)}, mode {mode.value}, KV cache {kv.value}, {where}")
     print(f"{'test':24} {'tok/s':>9} {'spread':>7}")
     tests = [
         (f"reading {prompt} tokens", lambda: measure.measure_prefill(loaded, prompt, repetitions, kv.value)),

@@ -7,7 +7,7 @@ import typer
 
 from .exits import OVER_TOLERANCE
 from .models import load, start_torch
-from .options import JsonOption, Mode, ModelArgument, ThreadsOption
+from .options import DeviceOption, JsonOption, Mode, ModelArgument, ThreadsOption
 from .output import show_table, status
 
 if TYPE_CHECKING:
@@ -26,19 +26,21 @@ def command(
         float, typer.Option(min=0, help="Largest difference of a module, relative to the spread of its values.")
     ] = 1e-3,
     every: Annotated[bool, typer.Option("--all", help="Show all modules, not just layers.")] = False,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two models, module by module. Exit code 1: one gives something else, beyond the tolerance.
 
-    Both run in f32 by default, so that only weights and formulas tell them apart; other modes add their rounding.
+    Both run in f32 by default, so that only weights and formulas tell them apart; other modes add their rounding. The
+    reference runs on the CPU.
     """
     if not tolerance:
         raise typer.BadParameter("--tolerance is 0, wanted a number above it")
     start_torch(threads)
     import dasllama_torch as dl
 
-    tested, _ = load(model, mode)
+    tested, _ = load(model, mode, device)
     reference = _reference(other, other_mode)
     with status("comparing"):
         result = dl.compare(tested, reference, prompt, tolerance=tolerance)

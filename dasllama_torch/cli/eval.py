@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .models import load, start_torch
-from .options import JsonOption, Mode, ModelArgument, ModeOption, ThreadsOption
+from .options import DeviceOption, JsonOption, Mode, ModelArgument, ModeOption, ThreadsOption
 from .output import show_table
 
 
@@ -29,6 +29,7 @@ def command(
     windows: Annotated[int | None, typer.Option("--windows", "-n", min=1, help="Only the first so many.")] = None,
     mode: ModeOption = Mode.native,
     against_mode: Annotated[Mode, typer.Option(help="How the parent multiplies.")] = Mode.native,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,8 +37,8 @@ def command(
     start_torch(threads)
     import dasllama_torch as dl
 
-    tested, _ = load(model, mode)
-    parent = None if against is None else load(against, against_mode)[0]
+    tested, _ = load(model, mode, device)
+    parent = None if against is None else load(against, against_mode, device)[0]
     try:
         result = dl.evaluate(
             tested, text, parent, n_ctx=ctx, convention=convention.value, stride=stride, max_windows=windows,
