@@ -283,6 +283,19 @@ def test_outputs_read_as_those_of_transformers(llama):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_a_forward_is_exported(llama):
+    """As a graph of our ops, for any length."""
+    model, x = llama[0], ids(2, 9)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({1: torch.export.Dim("length", min=2, max=512)},))
+    for other in (ids(2, 9, 1), ids(2, 31, 2)):
+        found = exported.module()(other)
+        assert isinstance(found, type(model(other)))
+        assert torch.equal(found.logits, model(other).logits)
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert "dasllama.quant_linear.default" in targets
+
+
 def test_hooks_of_others_show_in_the_hidden_states(llama):
     """What a hook has put in a tensor's place is what shows, and what goes on."""
     model, hf = llama

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from dasllama_torch.modules.attention import PagedAttention
 from dasllama_torch.step import Step
@@ -15,9 +16,22 @@ from dasllama_torch.step import Step
 
 class ModelOutput:
     """Base of dataclasses that read as transformers' `ModelOutput`: `out.logits`, `out["logits"]`, or as the tuple of
-    what is there, `out[0]`. `past_key_values` is the older name of a field `cache`."""
+    what is there, `out[0]`. `past_key_values` is the older name of a field `cache`. Transforms of torch, such as
+    `torch.export`, go into what it holds."""
 
     cache: Any
+
+    def __init_subclass__(cls) -> None:
+        _pytree.register_pytree_node(
+            cls,
+            lambda output: (output.values(), output.keys()),
+            lambda values, names: cls(**dict(zip(names, values, strict=True))),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            flatten_with_keys_fn=lambda output: (
+                [(_pytree.MappingKey(name), value) for name, value in output.items()],
+                output.keys(),
+            ),
+        )
 
     @property
     def past_key_values(self) -> Any:
