@@ -131,6 +131,20 @@ def test_the_next_turn_goes_on_behind_a_stop_string(model):
         assert torch.equal(fresh.eval(held + turn), session.logits)
 
 
+def test_a_text_does_not_go_on_behind_another(model):
+    with dl.create_session(model) as session:
+        first = session.generate([5, 6], max_tokens=4)
+        next(first)
+        with session.fork() as fork:
+            list(fork.generate([7], max_tokens=4))
+        next(first)
+        second = session.generate([7], max_tokens=4)
+        next(second)
+        with pytest.raises(dl.DasllamaError, match="has begun another text meanwhile"):
+            next(first)
+        assert sum(token is not None for token, _ in second) == 3
+
+
 def test_the_params_are_checked_before_anything_is_evaluated(model, oracle):
     bare = dl.load_model(oracle / "tiny" / "llama.gguf")
     for which, params, error, text in (

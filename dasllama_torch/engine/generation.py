@@ -11,7 +11,7 @@ from dasllama_torch.engine import runner
 from dasllama_torch.engine.captured import wait_for
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings
 from dasllama_torch.engine.stats import Stats
-from dasllama_torch.errors import ConstraintError
+from dasllama_torch.errors import ConstraintError, DasllamaError
 from dasllama_torch.sampling import SamplingParams, token_logprob
 from dasllama_torch.text.detokenizer import StreamingDetokenizer
 from dasllama_torch.text.stops import StopStrings
@@ -120,6 +120,10 @@ class Stream:
 
     def step(self) -> tuple[int, str] | None:
         """The next token and the text that it completes; None if the stream ends without a further token."""
+        if self.session.stats is not self.stats:  # each text has its own
+            raise DasllamaError(
+                "the session has begun another text meanwhile, and this one would go on behind that: wanted a fork each"
+            )
         allowed = None
         if self._matcher and (allowed := self._matcher.allowed()) is None:
             return self._end("constraint")

@@ -392,8 +392,9 @@ class Session:
         incomplete is "\ufffd". Without a vocabulary the text is empty. Where params.logprobs is a number,
         `stats.logprobs` grows with each token.
 
-        Raises ContextFull if the ids do not fit, ConstraintError if the vocabulary cannot spell what has to come, and
-        ValueError for ids of the params that it lacks.
+        Raises ContextFull if the ids do not fit, ConstraintError if the vocabulary cannot spell what has to come,
+        ValueError for ids of the params that it lacks, and DasllamaError for a text that goes on after the session has
+        begun another.
         """
         return generation.generate(self, ids, params or SamplingParams(), max_tokens, whole, checkpoint)
 
