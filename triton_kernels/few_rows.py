@@ -70,13 +70,14 @@ def _beside(acc, first: tl.constexpr, BN: tl.constexpr):
 def _multiply(
     y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BYTES: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    WARPS: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    BYTES: tl.constexpr, WORDS: tl.constexpr, TABLE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program's rows of y."""
     T: tl.constexpr = 32 * WARPS
     PER: tl.constexpr = 4 // WORDS  # threads of a unit
-    TABLE: tl.constexpr = PTX and (QTYPE == blocks.MXFP4 or QTYPE == blocks.IQ4_NL or QTYPE == blocks.IQ4_XS)
+    HALVES: tl.constexpr = TABLE and PTX  # the plain form looks elements up as other types do
     thread = tl.arange(0, T)
     lane, w = thread // PER, (thread % PER * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
     n_units, last = K // (16 * PLANES), K // BLOCK - 1
@@ -88,7 +89,7 @@ def _multiply(
             for one in tl.static_range(BN):
                 prefetch(rows[one], tl.minimum(AHEAD, K // BLOCK * BYTES), thread == 0)
         tl.extra.cuda.gdc_wait()  # and lets nobody begin before it ends: who waits takes the place of who reads
-    if TABLE:
+    if HALVES:
         halves = blocks.magnitudes(QTYPE, table, thread)
     x_words = q.to(tl.pointer_type(tl.uint32))
     acc = ()
@@ -100,7 +101,7 @@ def _multiply(
         words, scales, leasts, ds, lows = (), (), (), (), ()
         for n in tl.static_range(BN):
             b = rows[n] + at
-            if TABLE:
+            if HALVES:
                 above0, above1, below0, below1, dw = blocks.apart(QTYPE, b, u, w, halves)
                 words = words + (above0, above1, below0, below1)
                 scales = scales + (blocks.scale(QTYPE, b, u, 0),)
@@ -124,11 +125,11 @@ def _multiply(
                 if OFFSET:
                     sums = sums + (tl.load(s + ((e // SPAN * R + m) * (SPAN // 16) + e % SPAN // 16)),)
             dx = tl.load(d + (start // SPAN * R + m))
-            if TABLE:
+            if HALVES:
                 xs = blocks.by_turns(xs[0], xs[1], PTX)
             for n in tl.static_range(BN):
                 dots, low = tl.zeros([T], tl.int32), tl.zeros([T], tl.float32)
-                if TABLE:
+                if HALVES:
                     above, below = tl.zeros([T, WORDS], tl.int32), tl.zeros([T, WORDS], tl.int32)
                     for p in tl.static_range(2):
                         above = dot4(words[4 * n + p], xs[p], above, PTX)
@@ -156,10 +157,11 @@ def few_rows_native_kernel(
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BYTES: tl.constexpr, WORDS: tl.constexpr, QTYPE2: tl.constexpr, OFFSET2: tl.constexpr, PLANES2: tl.constexpr,
     WIDTH2: tl.constexpr, BLOCK2: tl.constexpr, BYTES2: tl.constexpr, WORDS2: tl.constexpr, MIXED: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    TABLE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """q, d and s as `Rounded` has them, of R rows. MIXED: programs from `other` on have a matrix of QTYPE2.
+    """q, d and s as `Rounded` has them, of R rows. MIXED: programs from `other` on have a matrix of QTYPE2. TABLE: the
+    type is of `blocks.TABLES`, which are never mixed.
 
     AHEAD: bytes of a row, in sixteens, that a program asks for before x is there."""
     tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, BN)
@@ -177,13 +179,13 @@ def few_rows_native_kernel(
     if is_other:
         _multiply(
             y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
-            QTYPE2, OFFSET2, PLANES2, WIDTH2, BLOCK2, BYTES2, WORDS2, SPAN,
+            QTYPE2, OFFSET2, PLANES2, WIDTH2, BLOCK2, BYTES2, WORDS2, TABLE, SPAN,
             ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
         )  # fmt: skip
     else:
         _multiply(
             y, q, d, s, packed, table, bias, residual, total, tile, x_row, known, R, M, N, K,
-            QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, SPAN,
+            QTYPE, OFFSET, PLANES, WIDTH, BLOCK, BYTES, WORDS, TABLE, SPAN,
             ROWS, BN, WARPS, UNROLL, AHEAD, PTX, EARLY,
         )  # fmt: skip
 
@@ -277,8 +279,8 @@ def _launch(
         few_rows_native_kernel[(sum(programs), entries)](
             y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, ids, share, E,
             *apart, sum(programs[:-1]), a.rows, M, lengths[0], a.width,
-            *_kind(qtype), *_kind(qtype if last is None else last), last is not None, a.span, rows,
-            bn, warps, unroll, 0 if (w.data_ptr() | row_bytes | last_bytes) % 16 else _AHEAD, PTX,
+            *_kind(qtype), *_kind(qtype if last is None else last), last is not None, qtype in blocks.TABLES,
+            a.span, rows, bn, warps, unroll, 0 if (w.data_ptr() | row_bytes | last_bytes) % 16 else _AHEAD, PTX,
             num_warps=warps, **early(w),
         )  # fmt: skip
 
@@ -291,7 +293,8 @@ def few_rows_native(
     ids: int [n], of matrices qweight u8 [E, N, row_bytes] with bias [E, N], `share` of them for each row of x, however
     many -> [n, N].
     """
-    N, y = qweight.shape[-2], _result(x, qweight.shape[-2], ids)
+    N = qweight.shape[-2]
+    y = _result(x, N, ids)
     if y.numel():
         # In this order: products may read W while the launch before them ends, which must not be a copy to there.
         w, E = aligned(qweight, qtype), 1 if ids is None else qweight.shape[0]

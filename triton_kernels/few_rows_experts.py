@@ -17,7 +17,7 @@ from torch import Tensor
 from dasllama_torch.ops import ggml_types
 from dasllama_torch.triton_kernels import blocks, few_rows_mma
 from dasllama_torch.triton_kernels.few_rows_mma import tile_of_products
-from dasllama_torch.triton_kernels.grouped_rows import _expert
+from dasllama_torch.triton_kernels.grouped_rows import expert_of, place
 from dasllama_torch.triton_kernels.launch import PTX, aligned, await_inputs, early, on_device
 from dasllama_torch.triton_kernels.quantize_activation import ROUNDS, round_blocks, unrounded
 
@@ -29,24 +29,16 @@ def _plan(order, tiles, ids, e, n, E, slots, BM: tl.constexpr, EP: tl.constexpr,
     i, of = tl.arange(0, CHUNK), tl.arange(0, EP)
     found = tl.zeros([CHUNK, EP], tl.int32)
     for first in range(0, n, CHUNK):
-        found += (_expert(ids, first + i, n, E)[:, None] == of[None, :]).to(tl.int32)
+        found += (expert_of(ids, first + i, n, E)[:, None] == of[None, :]).to(tl.int32)
     counts = tl.where(of < E, tl.sum(found, 0), 0)
     cut = (counts + BM - 1) // BM
     start, tile = tl.sum(tl.where(of < e, counts, 0), 0), tl.sum(tl.where(of < e, cut, 0), 0)
     stop = start + tl.sum(tl.where(of == e, counts, 0), 0)
-    for first in range(start, stop, BM):
-        at = tiles + (tile + (first - start) // BM) * 3
-        tl.store(at, e)
-        tl.store(at + 1, first)
-        tl.store(at + 2, stop)
     if e == E - 1:
         for slot in range(tl.sum(cut, 0), slots):
             tl.store(tiles + slot * 3, -1)
     if start < stop:
-        for first in range(0, n, CHUNK):
-            mine = (_expert(ids, first + i, n, E) == e).to(tl.int32)
-            tl.store(order + start + tl.cumsum(mine, 0) - 1, first + i, mask=mine > 0)
-            start += tl.sum(mine, 0)
+        place(order, tiles, ids, e, start, stop, tile, n, E, BM, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M", "n", "slots"])

@@ -25,7 +25,7 @@ SCRATCH = 2**28  # bytes, or one matrix
 
 
 @triton.jit
-def _expert(ids, i, n, E):
+def expert_of(ids, i, n, E):
     """The expert whose tiles hold entry i: that of its id, or the nearest there is; E beyond the last entry."""
     id_ = tl.load(ids + i, mask=i < n, other=0)
     return tl.where(i < n, tl.minimum(tl.maximum(id_, 0), E - 1), E).to(tl.int32)
@@ -37,8 +37,24 @@ def count_kernel(counts, ids, n, E, CHUNK: tl.constexpr):
     e = tl.program_id(0)
     found = tl.zeros([CHUNK], tl.int32)
     for first in range(0, n, CHUNK):
-        found += (_expert(ids, first + tl.arange(0, CHUNK), n, E) == e).to(tl.int32)
+        found += (expert_of(ids, first + tl.arange(0, CHUNK), n, E) == e).to(tl.int32)
     tl.store(counts + e, tl.sum(found, 0))
+
+
+@triton.jit
+def place(order, tiles, ids, e, start, stop, tile, n, E, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Write expert e's part of a plan: its entries from `start` to `stop` of `order`, their tiles from `tile` on."""
+    for first in range(start, stop, BM):
+        at = tiles + (tile + (first - start) // BM) * 3
+        tl.store(at, e)
+        tl.store(at + 1, first)
+        tl.store(at + 2, stop)
+    for first in range(0, n, CHUNK):
+        entry = first + tl.arange(0, CHUNK)
+        mine = expert_of(ids, entry, n, E) == e
+        at = start + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order + at, entry, mask=mine)
+        start += tl.sum(mine.to(tl.int32), 0)
 
 
 @triton.jit
@@ -50,18 +66,7 @@ def plan_kernel(order, tiles, counts, ids, begin, n, E, BM: tl.constexpr, EP: tl
     count = tl.load(counts + i, mask=i < E, other=0)
     start = tl.sum(tl.where(i < e, count, 0), 0)
     tile = tl.sum(tl.where((i >= begin) & (i < e), (count + BM - 1) // BM, 0), 0)
-    stop = start + tl.load(counts + e)
-    for first in range(start, stop, BM):
-        at = tiles + (tile + (first - start) // BM) * 3
-        tl.store(at, e)
-        tl.store(at + 1, first)
-        tl.store(at + 2, stop)
-    for first in range(0, n, CHUNK):
-        entry = first + tl.arange(0, CHUNK)
-        mine = _expert(ids, entry, n, E) == e
-        place = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + start + place - 1, entry, mask=mine)
-        start += tl.sum(mine.to(tl.int32), 0)
+    place(order, tiles, ids, e, start, start + tl.load(counts + e), tile, n, E, BM, CHUNK)
 
 
 @triton.jit

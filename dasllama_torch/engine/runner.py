@@ -112,7 +112,7 @@ def _run_ready(
 def hidden(sessions: Sequence["Session"], ids: Sequence[Sequence[int]]) -> list[list[Tensor]]:
     """Evaluate ids[i] at the end of sessions[i] like `run`, for what the head would take: of each session the normed
     hidden states of its rows, f32 [T, C] for each forward that had some. The sessions get no logits."""
-    ids = [[int(token) for token in tokens] for tokens in ids]
+    ids = [token_ids(tokens) for tokens in ids]
     _check(sessions, ids, {})
     windows = plan_windows([len(tokens) for tokens in ids], _max_rows(sessions[0]))
     return _run_windows(sessions, ids, {}, windows, HIDDEN, [0] * len(ids))
