@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dasllama_torch.ops import gated_delta_rule as formulas
 from dasllama_torch.triton_kernels import launch
-from dasllama_torch.triton_kernels.functions import exp, in_three
+from dasllama_torch.triton_kernels.functions import exp
 from dasllama_torch.triton_kernels.launch import on_device
 
 EPS, INTERPRETED = tl.constexpr(formulas.EPS), tl.constexpr(launch.INTERPRETED)
@@ -55,6 +55,15 @@ def cut_kernel(counts, tiles, runs, slots, T, BT: tl.constexpr, CHUNK: tl.conste
     tl.store(runs + n_runs, n_tiles)
     tl.store(counts, n_tiles)
     tl.store(counts + 1, n_runs)
+
+
+@triton.jit
+def _parts(x):
+    """Three bf16 whose sum is x."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -91,7 +100,7 @@ def _read(x, step, at, mask):
 
 @triton.jit
 def _write(x, step, at, v, mask):
-    first, second, third = in_three(v)
+    first, second, third = _parts(v)
     tl.store(x + at, first, mask=mask)
     tl.store(x + step + at, second, mask=mask)
     tl.store(x + 2 * step + at, third, mask=mask)
@@ -146,8 +155,8 @@ def tiles_kernel(
             solved = tl.where(row == column, 1.0, tl.where(row ^ column == 1, -within, 0.0))
             for level in range(1, LEVELS):  # from blocks of 2^level rows to such of twice as many
                 siblings = (row >> level) ^ (column >> level) == 1
-                known = in_three(solved)
-                solved -= _dot(known, in_three(_dot(in_three(tl.where(siblings, within, 0.0)), known)))
+                known = _parts(solved)
+                solved -= _dot(known, _parts(_dot(_parts(tl.where(siblings, within, 0.0)), known)))
             to = ((h * T + entry) * BT)[:, None] + column
             _write(solve, step, to, solved * gain[None, :], there[:, None])
             _write(score, step, to, _dot(_read(queries, unit_step, at, there[:, None]), turned) * decay, there[:, None])
@@ -189,12 +198,12 @@ def scan_kernel(
 
                 at = ((group * T + entry) * DKP)[:, None] + c[None, :]
                 to = ((h * T + entry) * BT)[:, None] + i[None, :]
-                key, before = _read(keys, unit_step, at, there[:, None]), in_three(M)
+                key, before = _read(keys, unit_step, at, there[:, None]), _parts(M)
                 missing = value.to(tl.float32) - past * _dot(before, _turned(key))
                 out = past * _dot(before, _turned(_read(queries, unit_step, at, there[:, None])))
-                taken = _dot(in_three(missing), _turned(_read(solve, step, to, there[:, None])))
-                out += _dot(in_three(taken), _turned(_read(score, step, to, there[:, None])))
-                M = whole * M + _dot(in_three(left * taken), key)
+                taken = _dot(_parts(missing), _turned(_read(solve, step, to, there[:, None])))
+                out += _dot(_parts(taken), _turned(_read(score, step, to, there[:, None])))
+                M = whole * M + _dot(_parts(left * taken), key)
                 tl.store(y + ((t * H + h) * Dv)[None, :] + j[:, None], out.to(y.dtype.element_ty), mask=live)
             tl.store(own, M, mask=inside)
 

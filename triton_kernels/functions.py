@@ -1,5 +1,4 @@
-"""exp, tanh and the logistic function to a few units in the last place of f32, on every target; and f32 in parts for
-tensor cores.
+"""exp, tanh and the logistic function to a few units in the last place of f32, on every target.
 
 The hardware's exp2 is accurate for small arguments; Triton's own exp multiplies its argument by log2(e) in f32, which
 costs as many bits of the result as the argument has before its point.
@@ -45,12 +44,3 @@ def tanh(x):
     c = 0.13333333333333333 + s * c
     c = -0.3333333333333333 + s * c
     return tl.where(a < 0.35, x + x * s * c, tl.where(x < 0, -1.0, 1.0) * large)
-
-
-@triton.jit
-def in_three(x):
-    """Three bf16 whose sum is x, f32."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)

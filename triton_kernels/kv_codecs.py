@@ -1,10 +1,9 @@
 """How the codecs of `ops.kv_codecs` keep heads, in Triton: the only place in this backend where a codec is read or
 written.
 
-A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention of tiles of rows
-reads codes as f32 numbers, scale times code, which is exact; that of single rows multiplies whole numbers, and scales
-the products. Queries are rounded for keys of codes, and rotated for rotated ones; rotated values add up to a rotated
-result, which is turned back in the end (`rotate_kernel`).
+A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention reads codes as f32
+numbers, scale times code, which is exact. Its queries are rounded for keys of codes, and rotated for rotated ones;
+rotated values add up to a rotated result, which is turned back in the end (`rotate_kernel`).
 """
 
 import functools
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from dasllama_torch.ops import kv_codecs
 from dasllama_torch.ops.kv_codecs import CODECS, KV_CODECS
-from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device
+from dasllama_torch.triton_kernels.launch import await_inputs, early, on_device, prefetch
 
 Q8_0, TQ4 = tl.constexpr(KV_CODECS["q8_0"].id), tl.constexpr(KV_CODECS["tq4"].id)
 F16_MAX = tl.constexpr(kv_codecs.F16_MAX)
@@ -27,22 +26,6 @@ def signs(device: torch.device) -> Tensor:
     """What tq4 multiplies a head by before the transform, f32 [MOST_ROTATED]: a shorter head has the first of them."""
     with torch.inference_mode(False):  # the table outlives the call
         return kv_codecs._signs(torch.empty(kv_codecs.MOST_ROTATED)).to(device)
-
-
-@triton.jit
-def load(cache, i, mask, CODEC: tl.constexpr):
-    """Elements i of the heads at `cache`, pointers that broadcast with i, as they enter products: f32 or f16."""
-    if CODEC == Q8_0:
-        at = cache + i // 32 * 34
-        d = tl.load(at.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
-        return d * tl.load((at + 2 + i % 32).to(tl.pointer_type(tl.int8)), mask=mask, other=0).to(tl.float32)
-    elif CODEC == TQ4:
-        at = cache + i // 32 * 18
-        d = tl.load(at.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
-        pair = tl.load(at + 2 + i % 32 // 2, mask=mask, other=0).to(tl.int32)
-        return d * ((pair >> i % 2 * 4 & 15) - 8).to(tl.float32)
-    else:
-        return tl.load(cache + i, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -60,6 +43,27 @@ def load_codes(at, there, n, NB: tl.constexpr, CODEC: tl.constexpr):
     else:
         codes = tl.join(tl.join(w & 15, w >> 8 & 15), tl.join(w >> 4 & 15, w >> 12 & 15)) - 8
     return tl.reshape(codes, [at.shape[0], NB, 32]), d
+
+
+@triton.jit
+def load(at, there, D, W: tl.constexpr, CODEC: tl.constexpr):
+    """Heads of D elements at pointers [N] -> [N, W] as they enter products, f32 or f16; zeros where not there."""
+    if CODEC == Q8_0 or CODEC == TQ4:
+        codes, d = load_codes(at, there, tl.cdiv(D, 32), W // 32, CODEC)
+        return tl.reshape(codes.to(tl.float32) * d[:, :, None], [at.shape[0], W])
+    else:
+        i = tl.arange(0, W)[None, :]
+        return tl.load(at[:, None] + i, mask=there[:, None] & (i < D), other=0.0)
+
+
+@triton.jit
+def ask(at, rows, slot, mask):
+    """`launch.prefetch` of rows of a cache that lie `slot` elements apart, from the pointer `at` on."""
+    BYTES: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 8
+    begin = at.to(tl.int64)
+    end = begin + rows * slot * BYTES
+    begin = (begin + 15) // 16 * 16
+    prefetch(begin, ((end - begin) // 16 * 16).to(tl.int32), mask)
 
 
 @triton.jit
@@ -131,7 +135,7 @@ def query_kernel(
     out, scales, q, row, head, signs, H, D, width, W: tl.constexpr, CODEC: tl.constexpr, EARLY: tl.constexpr
 ):
     """Heads of q as they meet keys of codes, rotated for tq4 and rounded to blocks of 32 int8: f32 [T, H, width]; or,
-    where there are `scales`, whole numbers f16 and their scales f32 [T, H, width / 32]."""
+    where `scales` are, whole numbers f16 and the scales f32 [T, H, width / 32]."""
     await_inputs(EARLY)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, W)
@@ -154,8 +158,9 @@ def query_kernel(
 
 
 @triton.jit
-def rotate_kernel(out, x, signs, D, W: tl.constexpr):
+def rotate_kernel(out, x, signs, D, W: tl.constexpr, EARLY: tl.constexpr):
     """Heads x f32 [., W], rotated by tq4 -> [., D] as they were."""
+    await_inputs(EARLY)
     at = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, W)
     v = hadamard(tl.load(x + at * W + i), W) * tl.load(signs + i)
@@ -174,8 +179,8 @@ def whole_width(codec: int, dim: int) -> int:
 
 
 def queries(heads: Tensor, codec: int, whole: bool) -> tuple[Tensor, Tensor | None]:
-    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width]; whole: as whole numbers, with
-    the scales of their blocks, if these are codes."""
+    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width], for codes, where `whole` is asked for,
+    with the scales of whole numbers."""
     T, H, D = heads.shape
     if not CODECS[codec].block_bytes:
         return heads, None
@@ -198,5 +203,5 @@ def turned_back(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty((*x.shape[:-1], dim), dtype=dtype, device=x.device)
     if out.numel():
         with on_device(x):
-            rotate_kernel[(x.numel() // W,)](out, x, signs(x.device), dim, W, num_warps=1)
+            rotate_kernel[(x.numel() // W,)](out, x, signs(x.device), dim, W, num_warps=1, **early(x))
     return out

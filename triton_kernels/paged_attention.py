@@ -9,13 +9,10 @@ each writes its sum, its maximum and its denominator, and `combine_kernel`, whos
 up.
 
 Scores and sums are f32. Where keys or values are f16, an f32 factor is split into two f16 numbers that together have 22
-bits, so that the tensor cores lose nothing of it. A row that sees a key or a value that is not finite shows the fault,
-in a tile of rows by all of its elements, and one that does not see it is not touched by it. A row whose sequence, end
-or pages are out of range is NaN: a GPU cannot raise without waiting for it.
-
-Tiles of rows take f32 without tensor cores, and codes as the f32 that they stand for. Programs of single rows split f32
-into three bf16, which have all of its bits, unless heads are wide, and multiply codes as whole numbers, block by block:
-scales of keys meet the products, and scales of values the weights.
+bits, so that the tensor cores lose nothing of it; f32 of heads that are not wide is split into three bf16, which have all
+of its bits. A row that sees a key or a value that is not finite shows the fault, in a tile of rows by all of its
+elements, and one that does not see it is not touched by it. A row whose sequence, end or pages are out of range is NaN:
+a GPU cannot raise without waiting for it. Codes are decoded in the tile, as `kv_codecs.py` says.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
@@ -30,74 +27,38 @@ from dasllama_torch.ops.kv_codecs import CODECS
 from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
 from dasllama_torch.ops.require import require
-from dasllama_torch.triton_kernels import kv_codecs, launch
-from dasllama_torch.triton_kernels.functions import exp, exp_of_negative, in_three, tanh
+from dasllama_torch.triton_kernels import kv_codecs
+from dasllama_torch.triton_kernels.attend_row import attend_row_kernel, finish, product
+from dasllama_torch.triton_kernels.functions import exp_of_negative, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
 
-INTERPRETED = tl.constexpr(launch.INTERPRETED)
 MOST = 512  # keys of a program where programs share rows, at most
 # Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
 # nothing is, for heads of f16 that are no multiple of 16 wide.
 ROWS, WIDE_ROWS = 32, 128
-WIDEST = tl.constexpr(256)  # of the f32 that tensor cores multiply in parts: those of wider heads find no registers
 NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _product(a, b, acc, BM: tl.constexpr):
+def _product(a, b, acc):
     """acc + a f32 [M, K] @ b [K, N], with all bits of a: b is f32, or f16 and exact in the products."""
     if b.dtype == tl.float16:
         high = a.to(tl.float16)
         acc = tl.dot(high, b, acc)
         return tl.dot((a - high.to(tl.float32)).to(tl.float16), b, acc)
-    elif BM > 1 or b.shape[0] > WIDEST or b.shape[1] > WIDEST or INTERPRETED:  # which has no products of bf16
-        return tl.dot(a, b, acc, input_precision="ieee")
     else:
-        x, y = in_three(a), in_three(b)
-        low = tl.dot(x[1], y[1])
-        low = tl.dot(x[2], y[0], low)
-        low = tl.dot(x[0], y[2], low)
-        low = tl.dot(x[1], y[0], low)
-        low = tl.dot(x[0], y[1], low)
-        return tl.dot(x[0], y[0], acc) + low
-
-
-@triton.jit
-def _product_of_codes(a, codes, acc):
-    """acc + a f32 [., M, K] @ codes [., K, N], whole numbers of 8 bits in f16, with all bits of a."""
-    if INTERPRETED:
-        return tl.dot(a, codes.to(tl.float32), acc, input_precision="ieee")
-    else:
-        x, codes = in_three(a), codes.to(tl.bfloat16)
-        low = tl.dot(x[2], codes)
-        low = tl.dot(x[1], codes, low)
-        return tl.dot(x[0], codes, acc) + low
-
-
-@triton.jit
-def finish(acc, top, total, sinks, h, live):
-    """Sum, maximum and denominator of rows of heads h -> the softmax's result; nothing seen gives zero."""
-    if sinks is not None:
-        sink = tl.load(sinks + h, mask=live, other=0.0)
-        most = tl.maximum(top, sink)
-        shrink = exp(top - most)
-        acc, total = acc * shrink[:, None], total * shrink + exp(sink - most)
-    return acc / tl.where(total == 0, 1.0, total)[:, None]
+        return product(a, b, acc)
 
 
 @triton.jit
 def paged_attention_kernel(
-    out, tops, totals, q, q_scales, q_row, q_head,
-    k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot, block_table,
-    row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split,
-    R: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr,
+    out, tops, totals, q, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
+    block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split,
+    R: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]. q_scales: where q are
-    whole numbers."""
-    K_WHOLE: tl.constexpr = q_scales is not None
-    V_WHOLE: tl.constexpr = BM == 1 and (V_CODEC == kv_codecs.Q8_0 or V_CODEC == kv_codecs.TQ4)
+    """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]."""
     await_inputs(EARLY)
     g, part, z = tl.program_id(1) // parts, tl.program_id(1) % parts, tl.program_id(2)
     i = tl.arange(0, BM * GP)
@@ -106,13 +67,7 @@ def paged_attention_kernel(
     live = (t < T) & (in_group < H // G)
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     at = t.to(tl.int64) * q_row + h * q_head
-    if K_WHOLE:
-        b = tl.arange(0, DP // 32)[:, None]
-        has, e = live[None, :] & (b * 32 < D), tl.arange(0, 32)[None, None, :]
-        qs = tl.load(q + (at[None, :] + b * 32)[:, :, None] + e, mask=has[:, :, None], other=0.0)
-        q_d = tl.load(q_scales + at[None, :] // 32 + b, mask=has, other=0.0)
-    else:
-        qs = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    qs = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
 
     seq = tl.load(row_seq + t, mask=live, other=-1)
     pos = tl.load(row_pos + t, mask=live, other=0)
@@ -125,48 +80,31 @@ def paged_attention_kernel(
 
     top = tl.full([BM * GP], float("-inf"), tl.float32)
     total = tl.zeros([BM * GP], tl.float32)
-    acc = tl.zeros([DVP // 32, BM * GP, 32] if V_WHOLE else [BM * GP, DVP], tl.float32)
+    acc = tl.zeros([BM * GP, DVP], tl.float32)
     k_cache += g.to(tl.int64) * k_group
     v_cache += g.to(tl.int64) * v_group
     s = tl.min(tl.where(sees, seq, NEVER), 0)
     while s != NEVER:
         mine = sees & (seq == s)
         first, stop = tl.min(tl.where(mine, begin, NEVER), 0), tl.max(tl.where(mine, end, 0), 0)
-        pages = block_table + s.to(tl.int64) * B
-        follows = tl.load(pages + first // R)
         for j0 in range(first // BK * BK, stop, BK):
             j = j0 + tl.arange(0, BK)
-            if R % BK == 0:  # all in one page
-                row = j0 % R + tl.arange(0, BK)
-                if BM == 1:  # the next one is looked up before it is wanted
-                    page = follows
-                    follows = tl.load(pages + tl.minimum(j0 + BK, stop - 1) // R)
-                else:
-                    page = tl.load(pages + j0 // R)
+            pages = block_table + s.to(tl.int64) * B
+            if R % BK == 0:  # all in one
+                page = tl.load(pages + j0 // R)
                 known = (page >= 0) & (page < P)
                 there = (j >= first) & (j < tl.where(known, stop, 0))
+                row = j0 % R + tl.arange(0, BK)
             else:
-                page, row = tl.load(pages + j // R, mask=(j >= first) & (j < stop), other=-1), j % R
+                page = tl.load(pages + j // R, mask=(j >= first) & (j < stop), other=-1)
                 known = (page >= 0) & (page < P)
                 there = known
+                row = j % R
             page = tl.where(known, page, 0).to(tl.int64)
-            k_at, v_at = k_cache + (page * k_page + row * k_slot), v_cache + (page * v_page + row * v_slot)
-            if not K_WHOLE:
-                wanted = there[None, :] & (d < D)[:, None]
-                if BM == 1 and R % BK == 0:  # what else lies in a page may be read: it is not seen
-                    wanted = (d < tl.where(known, D, 0))[:, None]
-                k = kv_codecs.load(k_at[None, :], d[:, None], wanted, K_CODEC)
-            if V_WHOLE:
-                v, v_d = kv_codecs.load_codes(v_at, there, tl.cdiv(Dv, 32), DVP // 32, V_CODEC)
-            else:
-                v = kv_codecs.load(v_at[:, None], dv[None, :], there[:, None] & (dv < Dv)[None, :], V_CODEC)
-            if K_WHOLE:
-                k, k_d = kv_codecs.load_codes(k_at, there, tl.cdiv(D, 32), DP // 32, K_CODEC)
-                whole = tl.dot(qs, tl.permute(k.to(tl.float16), (1, 2, 0)))
-                score = tl.sum(whole * q_d[:, :, None] * tl.trans(k_d)[:, None, :], 0) * scale
-            else:
-                score = _product(qs, k, tl.zeros([BM * GP, BK], tl.float32), BM) * scale
-            if softcap > 0:
+            k = kv_codecs.load(k_cache + (page * k_page + row * k_slot), there, D, DP, K_CODEC)
+            v = kv_codecs.load(v_cache + (page * v_page + row * v_slot), there, Dv, DVP, V_CODEC)
+            score = _product(qs, tl.trans(k), tl.zeros([BM * GP, BK], tl.float32)) * scale
+            if CAPPED:
                 score = tanh(score / softcap) * softcap
             score += tl.where(there, 0.0, float("nan"))[None, :]
             if BM > 1:  # rows of a tile see different keys: a weight of zero must meet no NaN
@@ -179,16 +117,10 @@ def paged_attention_kernel(
             finite = tl.where(most == float("-inf"), 0.0, most)
             p, shrink = exp_of_negative(score - finite[:, None]), exp_of_negative(top - finite)
             total = total * shrink + tl.sum(p, 1)
-            if V_WHOLE:
-                weights, codes = p[None, :, :] * tl.trans(v_d)[:, None, :], tl.permute(v.to(tl.float16), (1, 0, 2))
-                acc = _product_of_codes(weights, codes, acc * shrink[None, :, None])
-            else:
-                acc = _product(p, v, acc * shrink[:, None], BM)
+            acc = _product(p, v, acc * shrink[:, None])
             top = most
         s = tl.min(tl.where(sees & (seq > s), seq, NEVER), 0)
     total = tl.where(broken, float("nan"), total)
-    if V_WHOLE:
-        acc = tl.reshape(tl.permute(acc, (1, 0, 2)), [BM * GP, DVP])
     if SHARED:
         at = (z.to(tl.int64) * T + t) * H + h
         tl.store(tops + at, top, mask=live)
@@ -258,6 +190,11 @@ class Shared(NamedTuple):
                 self.out, self.sums, self.tops, self.totals, self.sinks, T * H, H, Dv, splits,
                 self.chunk, triton.next_power_of_2(max(Dv, 16)), num_warps=4, **early(self.out),
             )  # fmt: skip
+
+
+def _tile(gp: int, wide: bool) -> tuple[int, int, int]:
+    """BM, warps, stages."""
+    return (WIDE_ROWS // gp, 8, 2) if wide else (ROWS // gp, 4, 3)
 
 
 def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
@@ -330,28 +267,30 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
            k_codec, v_codec, v_dim) -> tuple[Tensor, Shared | None]:  # fmt: skip
     """The op's result [..., H, Dv], still rotated if the codec is, and what is to be combined into it, if anything."""
     (P, G, R, _), H = k_cache.shape, q.shape[-2]
-    (S, B), (T, _, D) = block_table.shape, heads_of(q).shape
+    (S, B), T = block_table.shape, q.shape[:-2].numel()
     rotated = CODECS[v_codec].rotated
     Dv, dtype = (CODECS[v_codec].width(v_dim), torch.float32) if rotated else (v_dim, q.dtype)
     out = torch.empty((*q.shape[:-1], Dv), dtype=dtype, device=q.device)
     if not out.numel():
         return out, None
+    by_row = T <= 2 * S and P > 0  # about a row of each sequence: a tile of rows would have many sequences
+    heads, scales = kv_codecs.queries(heads_of(q), k_codec, whole=by_row)
+    D = heads.shape[2]
     gp = min(triton.next_power_of_2(H // G), ROWS)
     parts = triton.cdiv(H // G, gp)
+    least = [32 if CODECS[codec].block_bytes else 16 for codec in (k_codec, v_codec)]
+    dp, dvp = (triton.next_power_of_2(max(n, m)) for n, m in zip((D, Dv), least, strict=True))
     halves = k_cache.dtype == v_cache.dtype == torch.float16
-    if T <= 2 * S:  # about a row of each sequence: a tile of rows would have many sequences
-        bm, warps, stages = 1, 4, 3 if PTX and halves and max(D, Dv) <= 256 else 2  # AMD's shared memory is too small
-    elif halves and D % 16 == 0 == Dv % 16 and max(D, Dv) <= 128:
-        bm, warps, stages = WIDE_ROWS // gp, 8, 2
+    wide = max(dp, dvp) > 128
+    if by_row:
+        bm, bk = 1, 32 if wide else 64
+        warps, stages = 4 if gp <= 8 else 2, 3 if PTX and halves and max(dp, dvp) <= 256 else 2  # AMD has less room
     else:
-        bm, warps, stages = ROWS // gp, 4, 3
-    heads, q_scales = kv_codecs.queries(heads_of(q), k_codec, whole=bm == 1)
-    D, coded = heads.shape[2], [CODECS[codec].block_bytes for codec in (k_codec, v_codec)]
-    dp, dvp = (triton.next_power_of_2(max(n, 32 if c else 16)) for n, c in zip((D, Dv), coded, strict=True))
-    bk = 64 if dp <= 128 and (k_cache.dtype == torch.float16 or q_scales is not None) else 32
+        bm, warps, stages = _tile(gp, halves and D % 16 == 0 == Dv % 16 and not wide)
+        bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
     tiles, longest = triton.cdiv(T, bm), max(B * R, 1)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
-    wanted = (2 if bm == 1 else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card
+    wanted = (2 if by_row else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card
     split = min(MOST, bk * triton.cdiv(longest, bk * wanted)) if wanted > 1 else longest
     splits = triton.cdiv(longest, split)
     shared = None
@@ -359,14 +298,18 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
         sums = torch.empty((splits, T, H, Dv), dtype=torch.float32, device=q.device)
         tops, totals = (torch.empty((splits, T, H), dtype=torch.float32, device=q.device) for _ in range(2))
         shared = Shared(out, sums, tops, totals, sinks)
+    args = (
+        *((shared.sums, shared.tops, shared.totals) if shared else (out, None, None)), heads,
+        *((scales,) if by_row else ()), heads.stride(0), heads.stride(1),
+        k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
+        block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
+        T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split, R,
+        k_codec, v_codec, shared is not None, softcap > 0,
+    )  # fmt: skip
+    grid, options = (tiles, G * parts, splits), dict(num_warps=warps, num_stages=stages, **early(q))
     with on_device(q):
-        paged_attention_kernel[(tiles, G * parts, splits)](
-            *((shared.sums, shared.tops, shared.totals) if shared else (out, None, None)),
-            heads, q_scales, heads.stride(0), heads.stride(1),
-            k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-            block_table.contiguous(), row_seq.contiguous(), row_pos.contiguous(), row_end.contiguous(), sinks,
-            T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split, R,
-            k_codec, v_codec, shared is not None, bm, max(gp, 16 // bm), bk, dp, dvp,
-            num_warps=warps, num_stages=stages, **early(q),
-        )  # fmt: skip
+        if by_row:
+            attend_row_kernel[grid](*args, max(gp, 8), bk, dp, dvp, 32 * warps, **options)
+        else:
+            paged_attention_kernel[grid](*args, bm, gp, bk, dp, dvp, **options)
     return out, shared
