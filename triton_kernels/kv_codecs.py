@@ -179,8 +179,8 @@ def whole_width(codec: int, dim: int) -> int:
 
 
 def queries(heads: Tensor, codec: int, whole: bool) -> tuple[Tensor, Tensor | None]:
-    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width], for codes, where `whole` is asked for,
-    with the scales of whole numbers."""
+    """heads [T, H, D], each contiguous, as they meet keys of the codec: [T, H, width], for codes, where `whole` is
+    asked for, with the scales of whole numbers."""
     T, H, D = heads.shape
     if not CODECS[codec].block_bytes:
         return heads, None
