@@ -122,7 +122,7 @@ def provide_fusion(device_type: str, mode: Callable[[], contextlib.AbstractConte
 
 def fusing(device: torch.device) -> contextlib.AbstractContextManager:
     """Context for a forward on a device whose ops nobody watches, and whose tensors nobody changes in between: its
-    backend may launch several of them as one."""
+    backend may launch several of them as one. Rows are single ones: none sees what another one writes."""
     _import_backend(device.type)
     return _fusions.get(device.type, contextlib.nullcontext)()
 

@@ -82,6 +82,7 @@ def launches(types: list[str]) -> list:
     """Calls that launch every kernel, and those of packed weights for each of the types."""
     from dasllama_torch.ops import ggml_types
     from dasllama_torch.triton_kernels import (
+        attend_row,
         causal_conv1d,
         combine_round,
         delta_gates,
@@ -114,11 +115,13 @@ def launches(types: list[str]) -> list:
     state, square, prompt = torch.zeros(2, 5, 64, 64), torch.zeros(256, 256), torch.zeros(80, 5, 64)
     rows = [torch.zeros(3, dtype=torch.int32)] * 3
 
-    def attend(T, dtype, codec, sinks, D=64):
+    def attend(T, dtype, codec, sinks, D=64, fresh=None):
         pages = torch.zeros(1, 64, dtype=torch.int32)
         q, own = torch.zeros(T, 10, D), torch.zeros(64, 5, 64, D, dtype=dtype)
         args = (q, own, own, pages, *(r.new_zeros(T) for r in rows), 0.1, 7, 3.0, sinks)
-        paged_attention.paged_attention(*args, codec, codec, D)
+        _, shared = paged_attention.attend(*args, codec, codec, D, fresh)
+        if shared is not None:
+            shared.combine()
 
     calls = [
         lambda: rms_norm.rms_norm(x, weight, 1e-5),
@@ -136,6 +139,9 @@ def launches(types: list[str]) -> list:
         lambda: kv_write.kv_write(x, x, cache[torch.float32], cache[torch.float16], slots, 0, 1),
         lambda: attend(1, torch.float16, 1, weight[:10].clone(), 128),  # few rows share the keys
         lambda: attend(1, torch.float32, 0, None),
+        lambda: attend(
+            1, torch.float16, 1, None, 64, attend_row.Fresh(x, x, x, x, x, tables[:1], tables[:1], slots[:1])
+        ),
         lambda: attend(2000, torch.float32, 0, None),
         lambda: kv_write.kv_write(x, x, *codes, slots, 2, 3),
         lambda: paged_attention.paged_attention(

@@ -184,6 +184,44 @@ def test_attention_is_rounded_for_its_product(name):
     assert calls["paged_attention"] == {"triton/shared_round": 1, "triton/shared": 1}
 
 
+@pytest.mark.parametrize("case", cases(["f16, a window", "f32, other widths", "other caches"], "f16, a window"))
+def test_rotation_writing_and_attention(case):
+    """Single rows of sequences of their own, one of them without keys before it, and one that is inert. Where nothing
+    is to be written, or attention reads another cache, each is done by itself."""
+    shape = dict(codec="f16", H=8, G=2, D=64, window=300)
+    if case == "f32, other widths":
+        shape = dict(codec="f32", H=6, G=2, D=40, Dv=24, R=24, softcap=2.0)
+    batch = Batch([(700, 1), (0, 1), (33, 1)], inert=1, **shape)
+    T, (G, D, Dv, R) = len(batch.q), (batch.G, batch.D, batch.Dv, batch.R)
+    q, k, v = (torch.randn(T, heads, width, device=DEVICE) for heads, width in ((batch.H, D), (G, D), (G, Dv)))
+    cos, sin = (torch.rand(T, D // 2 - 4, device=DEVICE) for _ in range(2))
+    pages = batch.block_table[batch.row_seq.long(), batch.row_pos.long() // R]
+    slots = torch.where(batch.row_seq < 0, -1, pages.long() * R + batch.row_pos % R).to(DEVICE)
+    *args, _ = (arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in (*batch.args(), None))
+    for cache in args[1:3]:
+        cache.transpose(1, 2)[slots[slots >= 0] // R, slots[slots >= 0] % R] = torch.nan
+    caches = {fuse: [cache.clone() for cache in args[1:3]] for fuse in (False, True)}
+
+    def f(written):
+        read = written if case != "other caches" else [cache.nan_to_num() for cache in args[1:3]]
+        turned, key = rope(q, cos, sin), rope(k, cos, sin)
+        kv_write(key, v, *written, slots, *args[-3:-1])
+        return turned, key, paged_attention(turned, *read, *args[3:])
+
+    with torch.inference_mode():
+        plain = f(caches[False])
+        registry.reset_report()
+        with Fusion():
+            found = f(caches[True])
+    kernel = "triton/rope_write" if case == "other caches" else "triton/attend_row"
+    assert registry.report()["kv_write"] == {kernel: 1}
+    assert registry.report()["rope"] == {kernel: 2}
+    assert_near(found, plain)
+    for mine, theirs in zip(caches[True], caches[False], strict=True):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert_near([mine.nan_to_num().float()], [theirs.nan_to_num().float()])
+
+
 def test_an_error_leaves_nothing_waiting():
     x, w = torch.randn(1, K, device=DEVICE), weight("Q5_0", 6)
 

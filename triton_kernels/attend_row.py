@@ -5,11 +5,17 @@ by BK. Keys and values lie in the products as they lie in the cache, as rows of 
 8 of them take half of what 16 rows would. Codes are multiplied as whole numbers, block by block, and scales come
 behind: of keys to the products, of values to the weights.
 
+Where each row is the last one of a sequence of its own, the kernel may also rotate its query and key and write its key
+and value into plain caches first (`Fresh`): of the programs that share a row, the one that has that key writes it.
+
 Legend and what is out of range: as there.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dasllama_torch.triton_kernels import kv_codecs, launch
 from dasllama_torch.triton_kernels.functions import exp, exp_of_negative, tanh
@@ -88,15 +94,48 @@ def _approach(
     kv_codecs.ask(v_cache + page * v_page + row * v_slot, BK, v_slot, asks)
 
 
+class Fresh(NamedTuple):
+    """A row's query, key and value before they are rotated and written: f32 [T, H, D], [T, G, D] and [T, G, Dv], heads
+    contiguous. q_out, k_out: where the rotated ones go, contiguous. cos, sin: f32 [T, half]. slots: int64 [T]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_out: Tensor
+    k_out: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+@triton.jit
+def _turned(x, d, cos, sin, half, mask):
+    """Elements d of heads at x, of which the first 2 half are rotated."""
+    inside, first = d < 2 * half, d < half
+    i = tl.where(first, d, d - half)
+    c, s = tl.load(cos + i, mask=inside, other=1.0), tl.load(sin + i, mask=inside, other=0.0)
+    partner = tl.load(x + tl.where(first, d + half, d - half), mask=mask & inside, other=0.0)
+    return tl.load(x + d, mask=mask, other=0.0) * c + tl.where(first, -partner, partner) * s
+
+
+@triton.jit
+def _keep(at, v, mask):
+    if at.dtype.element_ty == tl.float16:
+        v = kv_codecs.clamped(v)
+    tl.store(at, v.to(at.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def attend_row_kernel(
+    q_out, k_out, k_new, k_row, k_head, v_new, v_row, v_head, cos, sin, half, slots,
     out, tops, totals, q, q_d, q_row, q_head, k_cache, k_page, k_group, k_slot, v_cache, v_page, v_group, v_slot,
     block_table, row_seq, row_pos, row_end, sinks, T, H, G, D, Dv, P, S, B, parts, scale, window, softcap, split,
     R: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     GP: tl.constexpr, BK: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, THREADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]. q_d: of codes' q."""
+    """out: [T, H, Dv]; SHARED: f32 [splits, T, H, Dv], with tops and totals f32 [splits, T, H]. q_d: of codes' q.
+    q_out to slots: of `Fresh`, or None."""
     K_CODED: tl.constexpr = K_CODEC == kv_codecs.Q8_0 or K_CODEC == kv_codecs.TQ4
     V_CODED: tl.constexpr = V_CODEC == kv_codecs.Q8_0 or V_CODEC == kv_codecs.TQ4
     t, g, part, z = tl.program_id(0), tl.program_id(1) // parts, tl.program_id(1) % parts, tl.program_id(2)
@@ -117,10 +156,28 @@ def attend_row_kernel(
         i = tl.arange(0, 32)[None, :, None]
         qs = tl.load(q + (at[None, :] + b * 32)[:, None, :] + i, mask=has[:, None, :], other=0.0)
         qd = tl.load(q_d + at[None, :] // 32 + b, mask=has, other=0.0)
-    else:
+    elif slots is None:
         qs = tl.load(q + at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+    else:
+        has = live[None, :] & (d < D)[:, None]
+        cos += t.to(tl.int64) * half
+        sin += t.to(tl.int64) * half
+        qs = _turned(q + at[None, :], d[:, None], cos, sin, half, has)
+        if z == 0:
+            tl.store(q_out + ((t.to(tl.int64) * H + h) * D)[None, :] + d[:, None], qs, mask=has)
 
     s, pos, end = tl.load(row_seq + t), tl.load(row_pos + t), tl.load(row_end + t)
+    if slots is not None:
+        if z == tl.minimum(tl.maximum(pos, 0) // split, tl.num_programs(2) - 1):
+            slot = tl.load(slots + t)
+            known = (slot >= 0) & (slot // R < P)
+            page, row = tl.where(known, slot // R, 0), slot % R
+            k = _turned(k_new + (t.to(tl.int64) * k_row + g * k_head), d, cos, sin, half, d < D)
+            v = tl.load(v_new + (t.to(tl.int64) * v_row + g * v_head) + dv, mask=dv < Dv, other=0.0)
+            tl.store(k_out + (t.to(tl.int64) * G + g) * D + d, k, mask=d < D)
+            _keep(k_cache + (page * k_page + row * k_slot) + d, k, d < tl.where(known, D, 0))
+            _keep(v_cache + (page * v_page + row * v_slot) + dv, v, dv < tl.where(known, Dv, 0))
+        tl.debug_barrier()  # this program's threads read what one of them has written
     begin = tl.maximum(pos - window + 1, 0) if window > 0 else 0
     sees = (s >= 0) & (begin < end)
     broken = sees & ((s >= S) | (end > B * R))

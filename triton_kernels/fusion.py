@@ -5,7 +5,7 @@ nobody can read before, and waits for what comes next.
 
     products of few rows with one x     one rounding of x; up to three matrices in one launch; a sum behind one
     norm, gated activation, attention   with the rounding that the product behind them wants
-    rotations of q and k                with the writing of k and v
+    rotations of q and k                with the writing of k and v, and with attention
 
 Any other op, a view aside, launches what is waiting first. Every result is written as ever, whoever may want it.
 """
@@ -25,13 +25,14 @@ from dasllama_torch.ops.quant_linear import quant_linear as linear_op
 from dasllama_torch.ops.registry import count_call, provide_fusion
 from dasllama_torch.ops.rms_norm import rms_norm as norm_op
 from dasllama_torch.ops.rope import rope as rope_op
+from dasllama_torch.triton_kernels.attend_row import Fresh
 from dasllama_torch.triton_kernels.combine_round import can_round, combine_rounded
 from dasllama_torch.triton_kernels.few_rows import PARTS, can_mix, few_rows_together
 from dasllama_torch.triton_kernels.fused_round import WIDEST, act_rounded, norm_rounded
 from dasllama_torch.triton_kernels.gated_act import activate
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import heads_of, rows_of
-from dasllama_torch.triton_kernels.paged_attention import Shared, attend, is_served
+from dasllama_torch.triton_kernels.paged_attention import Shared, attend, can_write, is_served
 from dasllama_torch.triton_kernels.quant_linear import few
 from dasllama_torch.triton_kernels.quantize_activation import Rounded, rounded
 from dasllama_torch.triton_kernels.rms_norm import normalize
@@ -168,12 +169,40 @@ class _Rotations:
             rotate(y, x, self.cos, self.sin)
 
 
+@dataclass
+class _Written:
+    """Rotations of q and k, and the writing of k and v."""
+
+    fresh: Fresh
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def launch(self) -> None:
+        self._count("triton/rope_write")
+        f = self.fresh
+        rope_write(f.q_out, f.q, f.k_out, f.k, f.cos, f.sin, f.v, self.k_cache, self.v_cache, f.slots)
+
+    def attended(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *others) -> tuple[Tensor, Shared | None]:
+        """With attention, in one launch."""
+        self._count("triton/attend_row")
+        return attend(q, k_cache, v_cache, *others, fresh=self.fresh)
+
+    def meets(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
+        """Whether attention to these caches is what follows."""
+        mine = k_cache.data_ptr() == self.k_cache.data_ptr() and v_cache.data_ptr() == self.v_cache.data_ptr()
+        return mine and can_write(self.fresh, q, k_cache, v_cache, block_table)
+
+    def _count(self, kernel: str) -> None:
+        for name in ("rope", "rope", "kv_write"):
+            count_call(name, kernel)
+
+
 class Fusion(TorchDispatchMode):
     """See the top of this file."""
 
     def __init__(self):
         super().__init__()
-        self._waiting: _Products | _Roundable | _Rotations | None = None
+        self._waiting: _Products | _Roundable | _Rotations | _Written | None = None
         self._rounded: tuple[Tensor, int, Rounded] | None = None  # the last x that was rounded: nobody writes to it
         self._handlers = {
             linear_op: self._linear,
@@ -274,8 +303,13 @@ class Fusion(TorchDispatchMode):
         q, v_codec = args[0], args[12]
         if not _is_plain(q) or kv_codecs.CODECS[v_codec].rotated or not is_served(*args):
             return False, None
-        self._launch()
-        y, shared = attend(*args)
+        waiting = self._waiting
+        if isinstance(waiting, _Written) and waiting.meets(*args[:4]):
+            self._waiting = None
+            y, shared = waiting.attended(*args)
+        else:
+            self._launch()
+            y, shared = attend(*args)
         if shared is None:
             count_call("paged_attention", "triton")
         else:
@@ -308,13 +342,10 @@ class Fusion(TorchDispatchMode):
         if slots.shape != (T,) or slots.dtype != torch.int64:
             return False, None
         check_caches("kv_write", k_cache, v_cache, k_codec, v_codec, k.shape[-1], v.shape[-1])
-        self._waiting = None
-        for name in ("rope", "rope", "kv_write"):
-            count_call(name, "triton/rope_write")
-        rope_write(
-            heads_of(q_out), heads[0], heads_of(k_out), heads[1], waiting.cos, waiting.sin, heads[2],
-            k_cache, v_cache, slots.contiguous(),
-        )  # fmt: skip
+        fresh = Fresh(
+            heads[0], heads[1], heads[2], heads_of(q_out), heads_of(k_out), waiting.cos, waiting.sin, slots.contiguous()
+        )
+        self._waiting = _Written(fresh, k_cache, v_cache)
         return True, None
 
 

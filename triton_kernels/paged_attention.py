@@ -9,8 +9,8 @@ each writes its sum, its maximum and its denominator, and `combine_kernel`, whos
 up.
 
 Scores and sums are f32. Where keys or values are f16, an f32 factor is split into two f16 numbers that together have 22
-bits, so that the tensor cores lose nothing of it; f32 of heads that are not wide is split into three bf16, which have all
-of its bits. A row that sees a key or a value that is not finite shows the fault, in a tile of rows by all of its
+bits, so that the tensor cores lose nothing of it; f32 of heads that are not wide is split into three bf16, which have
+all of its bits. A row that sees a key or a value that is not finite shows the fault, in a tile of rows by all of its
 elements, and one that does not see it is not touched by it. A row whose sequence, end or pages are out of range is NaN:
 a GPU cannot raise without waiting for it. Codes are decoded in the tile, as `kv_codecs.py` says.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
@@ -28,7 +28,7 @@ from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
 from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs
-from dasllama_torch.triton_kernels.attend_row import attend_row_kernel, finish, product
+from dasllama_torch.triton_kernels.attend_row import Fresh, attend_row_kernel, finish, product
 from dasllama_torch.triton_kernels.functions import exp_of_negative, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
@@ -263,9 +263,34 @@ def is_served(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale
     return kv_codecs.is_even(k_cache, k_codec) and kv_codecs.is_even(v_cache, v_codec)
 
 
+def _is_by_row(T: int, S: int, P: int) -> bool:
+    """About a row of each sequence: a tile of rows would have many sequences."""
+    return T <= 2 * S and P > 0
+
+
+def can_write(fresh: Fresh, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
+    """Whether `attend` may do it, for rows that are the last ones of a sequence each."""
+    (P, G, _, D), (T, H, _) = k_cache.shape, fresh.q.shape
+    mine = fresh.q_out.data_ptr() == q.data_ptr() and q.is_contiguous() and q.numel() == fresh.q.numel()
+    return mine and _is_by_row(T, len(block_table), P) and H // G <= ROWS and fresh.k.shape == (T, G, D)
+
+
+def _new(fresh: Fresh | None) -> tuple:
+    """q_out to slots of `attend_row_kernel`."""
+    if fresh is None:
+        return (None,) * 12
+    k, v = fresh.k, fresh.v
+    return (
+        fresh.q_out, fresh.k_out, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1),
+        fresh.cos, fresh.sin, fresh.cos.shape[1], fresh.slots,
+    )  # fmt: skip
+
+
 def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, window, softcap, sinks,
-           k_codec, v_codec, v_dim) -> tuple[Tensor, Shared | None]:  # fmt: skip
-    """The op's result [..., H, Dv], still rotated if the codec is, and what is to be combined into it, if anything."""
+           k_codec, v_codec, v_dim, fresh: Fresh | None = None) -> tuple[Tensor, Shared | None]:  # fmt: skip
+    """The op's result [..., H, Dv], still rotated if the codec is, and what is to be combined into it, if anything.
+
+    fresh: what is rotated into q, and written into the caches, by the same launch (`can_write`)."""
     (P, G, R, _), H = k_cache.shape, q.shape[-2]
     (S, B), T = block_table.shape, q.shape[:-2].numel()
     rotated = CODECS[v_codec].rotated
@@ -273,8 +298,8 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     out = torch.empty((*q.shape[:-1], Dv), dtype=dtype, device=q.device)
     if not out.numel():
         return out, None
-    by_row = T <= 2 * S and P > 0  # about a row of each sequence: a tile of rows would have many sequences
-    heads, scales = kv_codecs.queries(heads_of(q), k_codec, whole=by_row)
+    by_row = _is_by_row(T, S, P)
+    heads, scales = kv_codecs.queries(heads_of(q) if fresh is None else fresh.q, k_codec, whole=by_row)
     D = heads.shape[2]
     gp = min(triton.next_power_of_2(H // G), ROWS)
     parts = triton.cdiv(H // G, gp)
@@ -309,7 +334,7 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     grid, options = (tiles, G * parts, splits), dict(num_warps=warps, num_stages=stages, **early(q))
     with on_device(q):
         if by_row:
-            attend_row_kernel[grid](*args, max(gp, 8), bk, dp, dvp, 32 * warps, **options)
+            attend_row_kernel[grid](*_new(fresh), *args, max(gp, 8), bk, dp, dvp, 32 * warps, **options)
         else:
             paged_attention_kernel[grid](*args, bm, gp, bk, dp, dvp, **options)
     return out, shared
