@@ -212,6 +212,8 @@ def launches(types: list[str]) -> list:
         if few_rows_mma.serves(qtype.id):
             args = torch.zeros(3, 1024), w[None], qtype.id, weight[None], slots
             calls.append(functools.partial(few_rows_experts.few_rows_experts, *args))
+            large = torch.zeros(2048, qtype.row_bytes(4096), dtype=torch.uint8)  # x is read ahead
+            calls.append(functools.partial(few_rows.few_rows_native, torch.zeros(16, 4096), large, qtype.id, None))
     pair = [torch.zeros(64, ggml_types.by_name(name).row_bytes(1024), dtype=torch.uint8) for name in ("Q4_K", "Q6_K")]
     calls.append(
         lambda: few_rows.few_rows_together(

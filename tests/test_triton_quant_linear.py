@@ -127,6 +127,8 @@ def test_shapes_of_programs(case, shape, monkeypatch):
     assert (error <= tolerances.TRITON_PRODUCT * sizes(x, w, row)).all()
     monkeypatch.setattr(few_rows_mma, "shape", lambda *_: (1, *shape[1:]))
     assert torch.equal(quant_linear(x.to(DEVICE), placed, row.id, None, True), found)
+    monkeypatch.setattr(few_rows_mma, "reads_ahead", lambda *_: True)
+    assert torch.equal(quant_linear(x.to(DEVICE), placed, row.id, None, True), found)
 
 
 @pytest.mark.parametrize("name", cases(["Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4"], "Q6_K"))

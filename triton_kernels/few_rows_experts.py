@@ -67,7 +67,7 @@ def few_rows_experts_kernel(
     y, q, d, s, packed, table, bias, ids, order, tiles, share, R, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
     TABLE: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
-    HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
+    AHEAD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q, d and s as `Rounded` has them, of R rows."""
@@ -80,8 +80,8 @@ def few_rows_experts_kernel(
         matrix = packed + e.to(tl.int64) * N * (K // BLOCK * BYTES)
         result, n, m = tile_of_products(
             q, d, s, matrix, table, tl.program_id(0), order + first, share, R, stop - first, N, K,
-            QTYPE, OFFSET, BLOCK, BYTES, SHARE, TABLE, TILES, SETS, WARPS, EVEN, HELD, SLOTS, STRIDE, LINE, RESERVATION,
-            PTX, EARLY,
+            QTYPE, OFFSET, BLOCK, BYTES, SHARE, TABLE, TILES, SETS, WARPS, EVEN, AHEAD, SLOTS, STRIDE, LINE,
+            RESERVATION, PTX, EARLY,
         )  # fmt: skip
         live = m < stop - first
         entry = tl.load(order + first + m, mask=live, other=0).to(tl.int64)
@@ -119,10 +119,13 @@ def few_rows_experts(x: Tensor, qweight: Tensor, qtype: int, bias: Tensor | None
             ggml_types.GGML_TYPES[qtype].lattice, a.span, count, bm, experts, max(16, CELLS // experts),
             num_warps=4, enable_fp_fusion=ROUNDS, **early(x),
         )  # fmt: skip
-        few_rows_experts_kernel[(triton.cdiv(N, 16), slots)](
+        programs = triton.cdiv(N, 16), slots
+        few_rows_experts_kernel[programs](
             y, a.q, a.d, a.s, aligned(qweight, qtype), blocks.table(qtype, x.device), bias, ids, order, tiles,
-            n // R, R, N, K, *few_rows_mma.kind(qtype), bm // 8,
-            *few_rows_mma.program(qtype, K, 1, WARPS, few_rows_mma.slots_of(qtype, WARPS)), PTX,
+            n // R, R, N, K, *few_rows_mma.kind(qtype),
+            *few_rows_mma.program(
+                qtype, K, 1, WARPS, few_rows_mma.slots_of(qtype, WARPS), bm // 8, programs[0] * programs[1]
+            ), PTX,
             num_warps=WARPS, **early(x),
         )  # fmt: skip
     return y

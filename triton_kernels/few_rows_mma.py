@@ -6,9 +6,10 @@ elements at a time, a chunk, multiplies x by one set of rows of W after another,
     float(sum of scale * dots of q_w and q_x) * (d * d_x)  +  float(sum of least * s_x) * (dmin * d_x)
 
 to f32 sums, which the warps add up at the end. W comes through shared memory (`staging.py`), SLOTS - 1 sets in
-advance. Thread 4 g + t of a warp holds rows g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a
-scale it holds word t, or words 2 t and 2 t + 1 where 32 of them do, or words t and t + 4 of types with a table. A row
-of x has the same result whatever other rows there are.
+advance; x comes into registers, a chunk in advance where that pays (`reads_ahead`). Thread 4 g + t of a warp holds rows
+g and g + 8 of a set (`integer_dots.py`); of each 16 elements that share a scale it holds word t, or words 2 t and
+2 t + 1 where 32 of them do, or words t and t + 4 of types with a table. A row of x has the same result whatever other
+rows there are.
 
 Up to three matrices with one x may be one launch: their programs follow each other.
 M rows of x [M, K], N rows of W, K elements.
@@ -50,50 +51,96 @@ def _add(a, b):
 
 
 @triton.jit
-def _two(at, live):
-    """Two words at a multiple of 8 bytes, if live or None."""
-    both = tl.load(at.to(tl.pointer_type(tl.uint64)), mask=live)
-    return both.to(tl.uint32), (both >> 32).to(tl.uint32)
+def _one(at, PTX: tl.constexpr):
+    """A word, read here: what is wanted late the compiler would read late."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.uint32, is_pure=False, pack=1
+        )
+    else:
+        return tl.load(at.to(tl.pointer_type(tl.uint32)))
 
 
 @triton.jit
-def _words_of_x(columns, i: tl.constexpr, live, R, SHARE: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):
-    """Of elements of a chunk from SHARE i on the words at `columns`, a pointer for each tile: uint32, two or one. live:
-    whether there are such elements, or None."""
+def _two(at, PTX: tl.constexpr):
+    """Two words at a multiple of 8 bytes, likewise."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.uint32, tl.uint32), is_pure=False, pack=1
+        )
+    else:
+        both = tl.load(at.to(tl.pointer_type(tl.uint64)))
+        return both.to(tl.uint32), (both >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _words_of_x(q, chunk, last, R, ms, t, SHARE: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):
+    """Of a chunk's elements in columns g, piece by piece of SHARE, tile by tile: uint32, two or one. Of chunks that may
+    be cut off, whose SHARE is 32, `last` is the last piece there is, and stands again for those beyond; or None."""
     words = ()
-    for j in tl.static_range(len(columns)):
-        at = columns[j] + i * SHARE // 32 * 32 * R + i * SHARE % 32
-        if TABLE:
-            a = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live)
-            b = tl.load((at + 16).to(tl.pointer_type(tl.uint32)), mask=live)
-            words = words + blocks.by_turns(a, b, PTX)
-        elif SHARE == 32:
-            words = words + _two(at, live)
-        else:
-            words = words + (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=live),)
+    for i in tl.static_range(SPAN // SHARE):
+        for j in tl.static_range(len(ms)):
+            at = q + (chunk.to(tl.int64) * (SPAN * R) + (ms[j] * 32 + t * (4 if TABLE else SHARE // 4)))
+            at += i * SHARE // 32 * 32 * R if last is None else tl.minimum(i, last) * (32 * R)
+            at += i * SHARE % 32
+            if TABLE:
+                words = words + (_one(at, PTX), _one(at + 16, PTX))
+            elif SHARE == 32:
+                words = words + _two(at, PTX)
+            else:
+                words = words + (_one(at, PTX),)
     return words
 
 
 @triton.jit
-def _scales_of_x(d, block, R, ms):
-    """d of columns 2 t and 2 t + 1, tile by tile."""
+def _in_order(words, TABLE: tl.constexpr, PTX: tl.constexpr):
+    """Words of x as the types' dots take them."""
+    found = ()
+    if TABLE:
+        for j in tl.static_range(len(words) // 2):
+            found = found + blocks.by_turns(words[2 * j], words[2 * j + 1], PTX)
+    else:
+        found = words
+    return found
+
+
+@triton.jit
+def _scales_of_x(d, block, R, ms, PTX: tl.constexpr):
+    """d of columns 2 t and 2 t + 1, tile by tile, as uint32."""
     found = ()
     for j in tl.static_range(len(ms)):
-        found = found + (tl.load(d + block * R + ms[j]),)
+        found = found + (_one(d + block * R + ms[j], PTX),)
     return found
 
 
 @triton.jit
 def _sums_of_x(s, chunk, R, ms, t, PTX: tl.constexpr):
-    """Sums of 16 elements of columns g, as f16: 2 t and 2 t + 1 in a uint32, and those 8 further on."""
+    """Sums of 16 elements of columns g: 2 t and 2 t + 1, and those 8 further on, as uint32."""
     found = ()
     for j in tl.static_range(len(ms)):
         at = s + (chunk * R + ms[j]) * 16 + 2 * t
         for half in tl.static_range(2):
-            low, high = _two(at + 8 * half, None)
-            low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-            found = found + (halves(low, high, PTX),)
+            found = found + _two(at + 8 * half, PTX)
     return found
+
+
+@triton.jit
+def _chunk_of_x(
+    q, d, s, chunk, K, R, ms, pairs, t, OFFSET: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """What is read of x for a chunk, or for the last one: q's words; d, if a block is a chunk; s, if there is one."""
+    chunk = tl.minimum(chunk, tl.cdiv(K, SPAN) - 1)
+    last = None if EVEN or BLOCK == SPAN else K // BLOCK - 1 - chunk * (SPAN // BLOCK)
+    words = _words_of_x(q, chunk, last, R, ms, t, SHARE, TABLE, PTX)
+    dx = _scales_of_x(d, chunk, R, pairs, PTX) if BLOCK == SPAN else ()
+    sx = _sums_of_x(s, chunk, R, ms, t, PTX) if OFFSET else ()
+    return words, dx, sx
+
+
+@triton.jit
+def _as_halves(low, high, PTX: tl.constexpr):
+    return halves(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True), PTX)
 
 
 @triton.jit
@@ -149,7 +196,7 @@ def tile_of_products(
     q, d, s, packed, table, tile, order, share, R, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
     TABLE: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
-    HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
+    AHEAD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, RESERVATION: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of M columns, rows of x of which there are R: f32 results of a program with their n and column, each [32, .]."""
@@ -183,23 +230,23 @@ def tile_of_products(
     for _ in tl.static_range(4 * TILES * SETS):
         acc = acc + (tl.zeros([T], tl.float32),)
     slot = 0
+    WORDS: tl.constexpr = SHARE // 16 * TILES
+    x_ahead = ()
+    if AHEAD:
+        x_ahead = _chunk_of_x(q, d, s, warp, K, R, ms, pairs, t, OFFSET, BLOCK, SHARE, TABLE, EVEN, PTX)
     for first in range(0, n_chunks, WARPS):
         chunk = first + warp
         alive = None
         if not EVEN:
             alive = chunk < n_chunks
             chunk = tl.minimum(chunk, n_chunks - 1)
-        columns, held = (), ()
-        for j in tl.static_range(TILES):
-            column = ms[j] * 32 + t * (4 if TABLE else SHARE // 4)
-            columns = columns + (q + (chunk.to(tl.int64) * (SPAN * R) + column),)
-        if HELD and BLOCK == SPAN:
-            for k in tl.static_range(SPAN // SHARE):
-                held = held + _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
-        if BLOCK == SPAN:
-            dx = _scales_of_x(d, chunk, R, pairs)
-        if OFFSET:
-            sx = _sums_of_x(s, chunk, R, ms, t, PTX)
+        wanted = first + warp + (WARPS if AHEAD else 0)
+        x = _chunk_of_x(q, d, s, wanted, K, R, ms, pairs, t, OFFSET, BLOCK, SHARE, TABLE, EVEN, PTX)
+        if AHEAD:
+            words, dx, sx = x_ahead
+            x_ahead = x
+        else:
+            words, dx, sx = x
         added = ()
         for one in tl.static_range(SETS):
             if PTX:
@@ -220,11 +267,8 @@ def tile_of_products(
                 for _ in tl.static_range(4 * TILES):
                     sums = sums + (tl.zeros([T], tl.int32),)
                 for k in tl.static_range(SPAN // SHARE):
-                    if HELD:
-                        x = held[SHARE // 16 * TILES * k : SHARE // 16 * TILES * (k + 1)]
-                    else:
-                        x = _words_of_x(columns, k, None, R, SHARE, TABLE, PTX)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
+                    xk = _in_order(words[WORDS * k : WORDS * (k + 1)], TABLE, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, xk, values, SHARE, TILES, PTX)
                     scale0, scale1 = fragments.scale(QTYPE, at0, k, PTX), fragments.scale(QTYPE, at1, k, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
@@ -245,15 +289,18 @@ def tile_of_products(
                 for j in tl.static_range(TILES):
                     f0, f1 = sums[4 * j].to(tl.float32) * d0, sums[4 * j + 1].to(tl.float32) * d0
                     f2, f3 = sums[4 * j + 2].to(tl.float32) * d1, sums[4 * j + 3].to(tl.float32) * d1
+                    dx0, dx1 = dx[2 * j].to(tl.float32, bitcast=True), dx[2 * j + 1].to(tl.float32, bitcast=True)
                     if OFFSET:
-                        c0, c1, c2, c3 = dots_of_halves(l0, l1, l2, l3, sx[2 * j], sx[2 * j + 1], PTX)
+                        s0 = _as_halves(sx[4 * j], sx[4 * j + 1], PTX)
+                        s1 = _as_halves(sx[4 * j + 2], sx[4 * j + 3], PTX)
+                        c0, c1, c2, c3 = dots_of_halves(l0, l1, l2, l3, s0, s1, PTX)
                         # Of a sum of two products a compiler may round either first, here so and there so.
                         f0, f1 = tl.fma(c0, low0, f0), tl.fma(c1, low0, f1)
                         f2, f3 = tl.fma(c2, low1, f2), tl.fma(c3, low1, f3)
                     before = acc[4 * (TILES * one + j) : 4 * (TILES * one + j) + 4]
                     added = added + (
-                        before[0] + f0 * dx[2 * j], before[1] + f1 * dx[2 * j + 1],
-                        before[2] + f2 * dx[2 * j], before[3] + f3 * dx[2 * j + 1],
+                        before[0] + f0 * dx0, before[1] + f1 * dx1,
+                        before[2] + f2 * dx0, before[3] + f3 * dx1,
                     )  # fmt: skip
             else:
                 sums = acc[4 * TILES * one : 4 * TILES * (one + 1)]
@@ -264,16 +311,18 @@ def tile_of_products(
                         there = alive & (block < K // BLOCK)
                         block = tl.minimum(block, K // BLOCK - 1)
                         d0, d1 = tl.where(there, d0, 0.0), tl.where(there, d1, 0.0)
-                    dx = _scales_of_x(d, block, R, pairs)
-                    x = _words_of_x(columns, k, there, R, SHARE, TABLE, PTX)
-                    dots = _dots(QTYPE, at0, at1, place, k, x, values, SHARE, TILES, PTX)
+                    dk = ()
+                    for j in tl.static_range(2 * TILES):
+                        dk = dk + (tl.load(d + block * R + pairs[j]),)
+                    xk = _in_order(words[WORDS * k : WORDS * (k + 1)], TABLE, PTX)
+                    dots = _dots(QTYPE, at0, at1, place, k, xk, values, SHARE, TILES, PTX)
                     more = ()
                     for j in tl.static_range(TILES):
                         more = more + (
-                            sums[4 * j] + dots[4 * j].to(tl.float32) * d0 * dx[2 * j],
-                            sums[4 * j + 1] + dots[4 * j + 1].to(tl.float32) * d0 * dx[2 * j + 1],
-                            sums[4 * j + 2] + dots[4 * j + 2].to(tl.float32) * d1 * dx[2 * j],
-                            sums[4 * j + 3] + dots[4 * j + 3].to(tl.float32) * d1 * dx[2 * j + 1],
+                            sums[4 * j] + dots[4 * j].to(tl.float32) * d0 * dk[2 * j],
+                            sums[4 * j + 1] + dots[4 * j + 1].to(tl.float32) * d0 * dk[2 * j + 1],
+                            sums[4 * j + 2] + dots[4 * j + 2].to(tl.float32) * d1 * dk[2 * j],
+                            sums[4 * j + 3] + dots[4 * j + 3].to(tl.float32) * d1 * dk[2 * j + 1],
                         )  # fmt: skip
                     sums = more
                 added = added + sums
@@ -291,18 +340,17 @@ def few_rows_mma_kernel(
     y, q, d, s, packed, table, bias, residual, total, w1, w2, y1, y2, N1, N2, M, N, K,
     QTYPE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, SHARE: tl.constexpr,
     TABLE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SETS: tl.constexpr, WARPS: tl.constexpr,
-    EVEN: tl.constexpr, HELD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr,
     RESERVATION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q, d and s as `Rounded` has them, with blocks of BLOCK. ROWS: M where kernels are compiled for it, or 0. EVEN:
-    all warps have the same number of whole chunks. HELD: a chunk of x stays in registers; otherwise it is read where it
-    is multiplied."""
+    all warps have the same number of whole chunks. AHEAD: x is read a chunk before it is multiplied."""
     tile, y, packed, N = part(tl.program_id(0), y, packed, w1, w2, y1, y2, N, N1, N2, 16 * SETS)
     if ROWS:
         M = ROWS
     result, n, m = tile_of_products(
         q, d, s, packed, table, tile, None, 1, M, M, N, K,
-        QTYPE, OFFSET, BLOCK, BYTES, SHARE, TABLE, TILES, SETS, WARPS, EVEN, HELD, SLOTS, STRIDE, LINE, RESERVATION,
+        QTYPE, OFFSET, BLOCK, BYTES, SHARE, TABLE, TILES, SETS, WARPS, EVEN, AHEAD, SLOTS, STRIDE, LINE, RESERVATION,
         PTX, EARLY,
     )  # fmt: skip
     live = (n < N) & (m < M)
@@ -333,13 +381,20 @@ def serves(qtype: int) -> bool:
 def shape(qtype: int, M: int, lengths: list[int], K: int) -> tuple[int, int, int]:
     """SETS, WARPS and SLOTS: what was fastest on an H200 at the shapes of benchmarks/cuda.py. lengths: rows of each W.
     WARPS, which the order of sums depends on, are not M's; of a launch they are its longest matrix'."""
-    small = qtype in (ggml_types.Q4_K, ggml_types.Q5_K)
+    small, longest = qtype in (ggml_types.Q4_K, ggml_types.Q5_K), max(lengths)
     warps = 4
-    if K < 8192 and max(lengths) >= 12288 and qtype != ggml_types.Q8_0:
+    if K < 8192 and longest >= (12288 if small else 65536) and qtype != ggml_types.Q8_0:
         warps = 1 if small else 2
     warps = min(warps, triton.next_power_of_2(triton.cdiv(K, SPAN.value)))
-    sets = 2 if M > 8 and sum(lengths) >= (24576 if small else 65536) and warps < 4 else 1
+    sets = 2 if M > 8 and sum(lengths) >= (28672 if small else 65536) and warps < 4 else 1
     return sets, warps, slots_of(qtype, warps)
+
+
+def reads_ahead(qtype: int, tiles: int, K: int, warps: int, programs: int) -> bool:
+    """Whether AHEAD was faster on an H200: where a launch has few warps, which wait for memory, but not so few that x
+    comes fast, each has some chunks, and their registers are not those that other warps would work with."""
+    few = 512 <= programs * warps <= 2048 and 4 * SPAN.value * warps <= K
+    return few and tiles == 2 and qtype not in (ggml_types.IQ4_NL, ggml_types.MXFP4)
 
 
 def kind(qtype: int) -> tuple[int, ...]:
@@ -348,12 +403,11 @@ def kind(qtype: int) -> tuple[int, ...]:
     return qtype, qtype in blocks.OFFSETS, block, size, fragments.SHARE[qtype], qtype in blocks.TABLES
 
 
-def program(qtype: int, K: int, sets: int, warps: int, slots: int) -> tuple:
-    """And of its program: SETS to RESERVATION."""
+def program(qtype: int, K: int, sets: int, warps: int, slots: int, tiles: int, programs: int) -> tuple:
+    """And of its programs, of which there are so many: TILES to RESERVATION."""
     stride, line = _STRIDE[qtype]
-    held = sets > 1 or qtype == ggml_types.Q6_K
-    size = warps * slots * 16 * stride
-    return sets, warps, K % (SPAN.value * warps) == 0, held, slots, stride, line, staging.reservation(size)
+    even, ahead = K % (SPAN.value * warps) == 0, reads_ahead(qtype, tiles, K, warps, programs)
+    return tiles, sets, warps, even, ahead, slots, stride, line, staging.reservation(warps * slots * 16 * stride)
 
 
 def slots_of(qtype: int, warps: int) -> int:
@@ -367,8 +421,10 @@ def launch(
     """As `few_rows.few_rows_together`; lengths: rows of each matrix; apart: w1 to N2."""
     M, K = a.rows, a.width
     sets, warps, slots = shape(qtype, M, lengths, K)
-    few_rows_mma_kernel[(sum(triton.cdiv(n, 16 * sets) for n in lengths),)](
+    programs = sum(triton.cdiv(n, 16 * sets) for n in lengths)
+    few_rows_mma_kernel[(programs,)](
         y, a.q, a.d, a.s, w, blocks.table(qtype, w.device), bias, residual, total, *apart, M, lengths[0], K,
-        *kind(qtype), M if M in (2, 4, 8, 16) else 0, 1 if M <= 8 else 2, *program(qtype, K, sets, warps, slots), PTX,
+        *kind(qtype), M if M in (2, 4, 8, 16) else 0,
+        *program(qtype, K, sets, warps, slots, 1 if M <= 8 else 2, programs), PTX,
         num_warps=warps, **early(w),
     )  # fmt: skip
