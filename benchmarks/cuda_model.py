@@ -1,6 +1,6 @@
 """A model on a GPU as llama-bench measures one: pp (tokens of a prompt per second) and tg (single tokens per second,
-each with its logits on the host, nothing sampled), what `generate` reaches with tokens that are drawn, and several
-sessions that decode together.
+each with its logits on the host, nothing sampled), what `generate` and `generate_n` reach with tokens that are drawn,
+and several sessions that decode together.
 
     python benchmarks/cuda_model.py model.gguf [--depths 0,8192] [--prompt 2048] [--tokens 128] [--sessions 16]
 
@@ -101,6 +101,18 @@ def main() -> None:
     for name, each in settings.items():
         rates = [drawn(each) for _ in range(options.rounds + 1)]
         print(f"tg{options.tokens}, drawn, {name}: {statistics.median(rates[1:]):.1f} tok/s", flush=True)
+    with session(64 + options.tokens) as s:
+        rates = []
+        for _ in range(options.rounds + 1):
+            samples = s.generate_n(
+                text(8), dl.SamplingParams(temp=1.0), options.sessions, options.tokens + 1, whole=True
+            )
+            drawn_ids = sum(len(sample.tokens) - 1 for sample in samples)
+            rates.append(drawn_ids / max(sample.stats.decode_s for sample in samples))
+            for sample in samples:
+                sample.session.close()
+    rate = statistics.median(rates[1:])
+    print(f"tg{options.tokens}, drawn, top_p 1, {options.sessions} samples of one prompt: {rate:.0f} tok/s together")
     counts = report()
     print({op: counts[op] for op in ("step", "quant_linear", "paged_attention", "rms_norm", "sample_token")})
 

@@ -1,5 +1,5 @@
 """Memory of a CUDA device: how much there is, address space that memory is put behind as it is wanted, the way of
-weights there from the host, and that of a number back."""
+weights there from the host, and that of numbers back."""
 
 import ctypes
 import functools
@@ -140,35 +140,39 @@ def _give_back(base: int, size: int, granule: int, granules: set[int], device: t
 # ---- a result -------------------------------------------------------------------------------------------------------
 
 
-class HostNumber:
-    """An int64 on the host, where the current CUDA device leaves a result. memory: it, int64 [], which must stay until
-    what was written is there."""
+class HostNumbers:
+    """Up to n int64 on the host, where the current CUDA device leaves results. memory: they, int64 [n], which must stay
+    until what was written is there."""
 
-    def __init__(self):
-        self.memory = torch.empty((), dtype=torch.int64, pin_memory=True)
+    def __init__(self, n: int):
+        self.memory = torch.empty(n, dtype=torch.int64, pin_memory=True)
         seen = torch.as_tensor(_Seen(self.memory), device=torch.cuda.current_device())
         # Memory that was pinned for another device is another one's to see: torch has made a copy.
         self._seen = seen if seen.data_ptr() == self.memory.data_ptr() else None
 
     @torch.inference_mode()
-    def write(self, number: Tensor) -> None:
-        """Have the device bring a number here, behind what it was given so far. A kernel does: a copy is another
-        engine's work, and to hand over to that and back takes longer."""
+    def write(self, numbers: Tensor) -> None:
+        """Have the device bring numbers, int64 [at most n], to the first places, behind what it was given so far. A
+        kernel does: a copy is another engine's work, and to hand over to that and back takes longer."""
+        to = self.memory if self._seen is None else self._seen
+        if len(numbers) < len(to):
+            to = to[: len(numbers)]
         if self._seen is None:
-            self.memory.copy_(number, non_blocking=True)
+            to.copy_(numbers, non_blocking=True)
         else:
-            torch.bitwise_or(number, 0, out=self._seen)
+            torch.bitwise_or(numbers, 0, out=to)
 
 
 class _Seen:
-    """What makes torch take a pinned int64 [] for a tensor of the device that sees it."""
+    """What makes torch take a pinned int64 [n] for a tensor of the device that sees it."""
 
     def __init__(self, memory: Tensor):
         self._memory = memory
 
     @property
     def __cuda_array_interface__(self) -> dict:
-        return {"shape": (), "typestr": "<i8", "data": (self._memory.data_ptr(), False), "version": 2}
+        place = self._memory.data_ptr(), False
+        return {"shape": (len(self._memory),), "typestr": "<i8", "data": place, "version": 2}
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

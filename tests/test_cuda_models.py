@@ -25,7 +25,7 @@ from tolerances import (
 
 import dasllama_torch as dl
 from dasllama_torch import device_memory, sampling
-from dasllama_torch.device_memory import HostNumber
+from dasllama_torch.device_memory import HostNumbers
 from dasllama_torch.engine import graphs, lookahead, placement, runner
 from dasllama_torch.ops import registry, report, reset_report
 
@@ -298,11 +298,11 @@ def test_weights_of_a_recurrent_model_that_lie_elsewhere(name, oracle, monkeypat
 
 
 def test_a_number_comes_to_the_host():
-    there = HostNumber()
-    for number in (0, -1, 2**40 + 3):
-        there.write(torch.tensor(number, device="cuda"))
+    there = HostNumbers(3)
+    for numbers in ([0, 7, 8], [-1], [2**40 + 3, -5]):
+        there.write(torch.tensor(numbers, device="cuda"))
         torch.cuda.synchronize()
-        assert int(there.memory) == number
+        assert there.memory[: len(numbers)].tolist() == numbers
     assert there._seen is not None  # by a kernel
 
 
@@ -478,6 +478,30 @@ def test_a_step_begun_ahead_does_not_show(oracle, monkeypatch):
     assert found[:2] == wanted[:2]
     assert torch.equal(found[2], wanted[2])
     assert sum(each is not None for each in begun) > 30
+
+
+def test_steps_that_are_begun_for_several_do_not_show(oracle, monkeypatch):
+    """Streams of one call, which end one by one."""
+    begin, begun = lookahead._begin, []
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+
+    def noted(sessions, tokens):
+        begun.append(len(sessions) if (found := begin(sessions, tokens)) else 0)
+        return found
+
+    def drawn(ahead: bool, **ends):
+        monkeypatch.setattr(lookahead, "_begin", noted if ahead else lambda *args: None)
+        with dl.create_session(model) as session:
+            samples = session.generate_n(text(5, 20), dl.SamplingParams(temp=1.5, seed=4, **ends), 5, 100)
+        rows = torch.stack([sample.session.eval([9]) for sample in samples])
+        return [(each.tokens, each.stats.stop, each.session.tokens) for each in samples], rows
+
+    (free, _) = drawn(False)
+    ends = [free[1][0][7], free[3][0][50]]
+    found, wanted = drawn(True, stop_ids=ends), drawn(False, stop_ids=ends)
+    assert found[0] == wanted[0]
+    assert torch.equal(found[1], wanted[1])
+    assert len(set(begun) - {0}) > 1
 
 
 def test_a_stream_that_ends_has_evaluated_no_more_than_it_says(oracle):

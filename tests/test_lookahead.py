@@ -1,6 +1,8 @@
 """Steps that are begun before the host has seen their token do not show, whatever is done between two tokens. Without a
 GPU a recorded step does at once what a captured one would have begun; `test_cuda_models.py` has the real ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_invariants import text
@@ -16,15 +18,16 @@ def begun(monkeypatch):
     tokens: list[int] = []
     run = graphs.run
 
-    def begin(session, token):
-        if token < 0 or not (rows := run([session], [int(token)])):
+    def begin(sessions, drawn):
+        ids = drawn.tolist()
+        if min(ids) < 0 or not (rows := run(sessions, ids)):
             return None
-        tokens.append(int(token))
-        logits, epoch = rows[0].clone(), base.epoch()
+        tokens.extend(ids)
+        logits, epoch = [row.clone() for row in rows], base.epoch()
         return logits, lambda: base.epoch() == epoch
 
     monkeypatch.setattr(lookahead, "is_possible", lambda logits: True)
-    monkeypatch.setattr(lookahead, "_sent", lambda session, token: lambda: int(token))
+    monkeypatch.setattr(lookahead, "_sent", lambda sessions, drawn: drawn.tolist)
     monkeypatch.setattr(graphs, "begin", begin)
     return tokens
 
@@ -100,6 +103,50 @@ def test_a_stream_that_ends_holds_no_more_than_it_says(load, begun):
         assert session.tokens == [*text(5, 20), *shorter, 3]
     with dl.create_session(model) as session:
         assert torch.equal(session.eval([*text(5, 20), *shorter, 3]), logits)
+
+
+@pytest.mark.parametrize(
+    "params", [dl.SamplingParams(temp=1.5, seed=3), dl.SamplingParams(temp=1.5, frequency_penalty=2.0)]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_several_streams_end_one_by_one(name, params, load, begun, monkeypatch):
+    """What was begun for all of them serves those that go on, and shows in none that has ended."""
+    model = load(name)
+
+    def drawn(params, n, count=40):
+        with dl.create_session(model) as session:
+            return session.generate_n(text(5, 20), params, n, count)
+
+    def held(samples):
+        for sample in samples[:2]:
+            sample.session.eval([3, 4])
+        return [(s.tokens, s.text, s.stats.stop, s.session.tokens, s.session.eval([9]).clone()) for s in samples]
+
+    free = drawn(params, 5)
+    ends = [free[1].tokens[7], free[3].tokens[20]]
+    stopping = replace(params, stop_ids=ends)
+    begun.clear()
+    found = held(drawn(stopping, 5))
+    assert len(begun) > 60
+    monkeypatch.setattr(lookahead, "is_possible", lambda logits: False)
+    begun.clear()
+    wanted = held(drawn(stopping, 5))
+    assert not begun
+    assert len({len(tokens) for tokens, *_ in wanted}) > 2
+    for one, other in zip(found, wanted, strict=True):
+        assert one[:4] == other[:4]
+        assert torch.equal(one[4], other[4])
+
+
+def test_what_was_begun_for_several_is_used(load, begun, monkeypatch):
+    model, evaluated = load("llama"), []
+    with dl.create_session(model) as session:
+        session.eval(text(5, 20), logits=None)
+        monkeypatch.setattr(graphs, "run", lambda *args, **how: evaluated.append(args))
+        samples = session.generate_n([1, 2], dl.SamplingParams(temp=1.0, seed=5), 3, 12)
+    rounds = list(zip(*(sample.tokens[:-1] for sample in samples), strict=True))
+    assert begun == [token for each in rounds[1:] for token in each]
+    assert len(evaluated) == 1  # the first, for which each has to copy the page that all have begun
 
 
 def test_a_recurrent_state_cannot_be_taken_back(load, begun):

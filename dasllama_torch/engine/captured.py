@@ -57,7 +57,7 @@ class CapturedStep:
     def __init__(self, model: "CausalLM", pool: "KVPool", rows: int, blocks: int):
         self.buffers = StepBuffers(pool, rows, blocks)
         self.refused = ""
-        self._device, self._first_id = pool.device, self.buffers.step.input_ids[0, 0]
+        self._device, self._ids = pool.device, self.buffers.step.input_ids[0]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None  # [rows, V], where the graph writes them
         self._calls: Counter[tuple[str, str]] = Counter()  # of ops within it
@@ -111,19 +111,20 @@ class CapturedStep:
             return handed.rows[: len(ids)]
 
     @torch.inference_mode()
-    def begin(self, session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-        """Logits f32 [V] on the GPU after a token int64 [] there at the end of a session, and whether the weights are
-        still what they were. Waits for nothing; a step that counts is counted then."""
+    def begin(self, sessions: Sequence["Session"], tokens: Tensor) -> tuple[list[Tensor], Callable[[], bool]]:
+        """Logits f32 [V] on the GPU after tokens int64 [n] there, each at the end of a session, and whether the weights
+        are still what they were. Waits for nothing; a step that counts is counted then."""
+        n = len(sessions)
         with torch.cuda.device(self._device):
-            self.buffers.write([session], [0], waits=False)
-            self._first_id.copy_(token)
+            self.buffers.write(sessions, [0] * n, waits=False)
+            (self._ids if n == len(self._ids) else self._ids[:n]).copy_(tokens)
             self._graph.replay()
-            logits = self._logits[0].clone()
+            logits = list((self._logits if n == len(self._ids) else self._logits[:n]).clone())
         versions, begun = self._versions(), weakref.ref(self)  # who keeps what was begun keeps no weights
 
         def in_force() -> bool:
             step = begun()
-            if step is None or step._versions() != versions or not step.buffers.fits([session]) or not step.is_in_place:
+            if step is None or step._versions() != versions or not step.buffers.fits(sessions) or not step.is_in_place:
                 return False
             registry.count_call("step", "captured")
             registry.count_calls(step._calls)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dasllama_torch.engine import runner
+from dasllama_torch.engine import lookahead, runner
 from dasllama_torch.engine.captured import wait_for
 from dasllama_torch.engine.embeddings import EMBEDDING, Embeddings
 from dasllama_torch.engine.stats import Stats
@@ -76,13 +76,14 @@ def generate_n(
         fork = session.fork()
         fork.set_seed(seed)
         fork.stats = replace(session.stats, logprobs=[])
-        streams.append(Stream(fork, params, max_tokens, start, matcher and matcher.fork(), alone=n == 1))
+        streams.append(Stream(fork, params, max_tokens, start, matcher and matcher.fork()))
     logits = "last" if params.reads_logits else runner.ON_DEVICE
     pairs: list[list[tuple[int, str]]] = [[] for _ in streams]
     while running := [(stream, seen) for stream, seen in zip(streams, pairs, strict=True) if not stream.ended]:
         _evaluate_pending([stream.session for stream, _ in running], logits)
-        for stream, seen in running:
-            if pair := stream.step():
+        drawn = _draw_together([stream for stream, _ in running])
+        for (stream, seen), token in zip(running, drawn, strict=True):
+            if pair := stream.step(token):
                 seen.append(pair)
     samples = []
     for stream, seen in zip(streams, pairs, strict=True):
@@ -94,10 +95,10 @@ def generate_n(
 class Stream:
     """The tokens of one session from where it stands, drawn one by one, until something ends them.
 
-    Each is drawn from the session's logits and becomes its pending token; whoever drives the stream may evaluate that
-    together with others, or leave it to the next `step`. start: when the call began, of time.perf_counter. matcher: of
-    the params' constraint. alone: it is left to that, so a GPU may begin early. ended: whether there is no further
-    token; the session's stats say why.
+    Each is drawn from the session's logits and becomes its pending token; whoever drives the stream may draw it and
+    evaluate it together with others, or leave both to the next `step`. start: when the call began, of
+    time.perf_counter. matcher: of the params' constraint. ended: whether there is no further token; the session's stats
+    say why.
     """
 
     def __init__(
@@ -107,19 +108,24 @@ class Stream:
         max_tokens: int | None,
         start: float,
         matcher: "Matcher | None",
-        alone: bool = True,
     ):
         self.session, self.stats, self.ended = session, session.stats, False
-        self._params, self._max_tokens, self._matcher = params, max_tokens, matcher
-        self._start, self._first, self._alone = start, None, alone
+        self.params, self._max_tokens, self._matcher = params, max_tokens, matcher
+        self._start, self._first = start, None
         self._text = _detokenizer(session)
         self._stops = StopStrings(params.stop)
         self._stop_ids = frozenset(params.stop_ids)
         self._eog_ids = session.model.tokenizer.eog_ids if self._text else frozenset()
         self._look_for_end()
 
-    def step(self) -> tuple[int, str] | None:
-        """The next token and the text that it completes; None if the stream ends without a further token."""
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token is the last that may come."""
+        return self.stats.n_generated + 1 == self._max_tokens
+
+    def step(self, token: int | None = None) -> tuple[int, str] | None:
+        """The next token and the text that it completes; None if the stream ends without a further token. token: drawn
+        already, as `sample` does."""
         if self.session.stats is not self.stats:  # each text has its own
             raise DasllamaError(
                 "the session has begun another text meanwhile, and this one would go on behind that: wanted a fork each"
@@ -127,8 +133,8 @@ class Stream:
         allowed = None
         if self._matcher and (allowed := self._matcher.allowed()) is None:
             return self._end("constraint")
-        is_last = self.stats.n_generated + 1 == self._max_tokens
-        token = self.session.sample(self._params, allowed, ahead=self._alone and not is_last)
+        if token is None:
+            token = self.session.sample(self.params, allowed, ahead=not self.is_last)
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.ttft_s = now, now - self._start
@@ -138,8 +144,8 @@ class Stream:
             return self._end("stop", token)
         if self._matcher:
             self._matcher.accept(token)
-        if self._params.logprobs is not None:
-            self.stats.logprobs.append(token_logprob(self.session.logits, token, self._params.logprobs))
+        if self.params.logprobs is not None:
+            self.stats.logprobs.append(token_logprob(self.session.logits, token, self.params.logprobs))
         self.stats.n_generated += 1
         self.stats.decode_s = now - self._first
         self.session.pending = [token]
@@ -203,6 +209,15 @@ def _evaluate_pending(sessions: list["Session"], logits: str) -> None:
     waiting = [session for session in sessions if session.pending]
     if waiting:
         runner.run(waiting, [[]] * len(waiting), logits)
+
+
+def _draw_together(streams: list[Stream]) -> list[int | None]:
+    """The next token of each, of streams of one call, where a GPU draws them; None: the stream's to draw."""
+    sessions, params = [stream.session for stream in streams], streams[0].params
+    rows = [session.made_logits for session in sessions]
+    if params.reads_logits or not all(logits is not None and lookahead.is_possible(logits) for logits in rows):
+        return [None] * len(streams)
+    return lookahead.draw(sessions, params, ahead=not streams[0].is_last)
 
 
 def _detokenizer(session: "Session") -> StreamingDetokenizer | None:

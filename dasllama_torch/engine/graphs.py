@@ -67,21 +67,21 @@ def run(
     return sessions[0].steps.run(model, pool, sessions, ids, record, on_device)
 
 
-def begin(session: "Session", token: Tensor) -> tuple[Tensor, Callable[[], bool]] | None:
-    """Begin, on a GPU, the step of a token int64 [] there at the end of a session, whose page reaches that far: logits
-    f32 [V], and whether they may be used once the host knows the token. None, and nothing begun, if no captured step
-    stands ready."""
+def begin(sessions: Sequence["Session"], tokens: Tensor) -> tuple[list[Tensor], Callable[[], bool]] | None:
+    """Begin, on a GPU, the step of tokens int64 [n] there, each at the end of a session, whose pages reach that far:
+    logits f32 [V] of each, and whether they may be used once the host knows the tokens. None, and nothing begun, if no
+    captured step stands ready."""
     if not enabled or is_watched():
         return None
-    steps = session.steps
+    steps = sessions[0].steps
     if not steps.lock.acquire(blocking=False):
         return None
     try:
         steps.refresh()
-        step = steps.steps.get((session.pool, *_size([session])))
-        if not isinstance(step, CapturedStep) or not step.serves([session]):
+        step = steps.steps.get((sessions[0].pool, *_size(sessions)))
+        if not isinstance(step, CapturedStep) or not step.serves(sessions):
             return None
-        epoch, (logits, in_force) = steps.epoch, step.begin(session, token)
+        epoch, (logits, in_force) = steps.epoch, step.begin(sessions, tokens)
     finally:
         steps.lock.release()
     return logits, lambda: enabled and not is_watched() and (base.epoch(), registry.isa_epoch) == epoch and in_force()

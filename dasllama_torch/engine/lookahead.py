@@ -1,8 +1,9 @@
-"""The next step of a stream on a GPU, begun with a token that the host has not seen yet: while that looks whether the
-text ends, the GPU goes on. Should it end, or the session do something else, the step has changed nothing that counts: a
-row of keys and values behind those of the session, where its next one will stand."""
+"""The next step of a stream on a GPU, or of several together, begun with tokens that the host has not seen yet: while
+that looks whether a text ends, the GPU goes on. Should one end, or its session do something else, the step has changed
+nothing that counts: a row of keys and values behind those of the session, where its next one will stand."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dasllama_torch import sampling
-from dasllama_torch.device_memory import HostNumber
+from dasllama_torch.device_memory import HostNumbers
 from dasllama_torch.engine import graphs
 from dasllama_torch.sampling import SamplingParams
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 @dataclass
 class Ahead:
     """A step that was begun behind all that a session holds. token: which it evaluates, None until the host knows.
-    logits: f32 [V], on the GPU once it is done. in_force: whether it still does what the modules would."""
+    logits: f32 [V], on the GPU once it is done. in_force: whether it still does what the modules would; one function
+    for all sessions that it was begun for."""
 
     logits: Tensor
     in_force: Callable[[], bool]
@@ -33,54 +35,77 @@ def is_possible(logits: Tensor) -> bool:
     return logits.device.type == "cuda"
 
 
-def draw(session: "Session", logits: Tensor, params: SamplingParams) -> int:
-    """The next token, from logits f32 [V] on a GPU, whose step is begun where one stands ready."""
-    token = sampling.draw(logits, session.history, params, session.generator)
-    arrival = _sent(session, token)
+def draw(sessions: Sequence["Session"], params: SamplingParams, ahead: bool) -> list[int]:
+    """The next token of each of the sessions, which share a pool, from their logits f32 [V] on a GPU. ahead: the step
+    of all of them is begun, where one stands ready."""
+    rows = [session.made_logits for session in sessions]
+    drawn = [
+        sampling.draw(logits, session.history, params, session.generator)
+        for session, logits in zip(sessions, rows, strict=True)
+    ]
+    tokens = torch.stack(drawn) if len(drawn) > 1 else drawn[0][None]
+    arrival = _sent(sessions, tokens)
+    begun = None
     try:
-        session.ahead = _begin(session, token)
-    finally:  # it comes whatever happens
+        if ahead:
+            begun = _begin(sessions, tokens)
+    finally:  # they come whatever happens
         known = arrival()
-    found = sampling.checked(known, logits, session.history, params)
-    if session.ahead:
-        session.ahead.token = found
+    found = [
+        sampling.checked(token, logits, session.history, params)
+        for session, logits, token in zip(sessions, rows, known, strict=True)
+    ]
+    for session, token, after in zip(sessions, found, begun or (), strict=bool(begun)):
+        session.ahead, after.token = after, token
     return found
 
 
 class Arrival:
-    """A token's way from a GPU to a session, again and again."""
+    """The way of up to n tokens from a GPU to the host, again and again."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._known, self._arrived = HostNumber(), torch.cuda.Event()
+    def __init__(self, device: torch.device, n: int):
+        self.device, self.n = device, n
+        self._known, self._arrived = HostNumbers(n), torch.cuda.Event()
 
-    def send(self, token: Tensor) -> None:
-        self._known.write(token)
+    def send(self, tokens: Tensor) -> None:
+        self._known.write(tokens)
         self._arrived.record()
 
-    def wait(self) -> int:
-        """The token that was sent last; for nothing that is begun later."""
+    def wait(self, n: int) -> list[int]:
+        """The n tokens that were sent last; for nothing that is begun later."""
         self._arrived.synchronize()
-        return int(self._known.memory)
+        return self._known.memory[:n].tolist()
 
 
-def _sent(session: "Session", token: Tensor) -> Callable[[], int]:
-    """A token int64 [] is on its way to the host: what waits for it."""
-    with torch.cuda.device(token.device):
-        if session.arrival is None or session.arrival.device != token.device:
-            session.arrival = Arrival(token.device)
-        session.arrival.send(token)
-    return session.arrival.wait
+def _sent(sessions: Sequence["Session"], tokens: Tensor) -> Callable[[], list[int]]:
+    """Tokens int64 [n] are on their way to the host: what waits for them."""
+    first, n = sessions[0], len(sessions)
+    with torch.cuda.device(tokens.device):
+        if first.arrival is None or first.arrival.device != tokens.device or first.arrival.n < n:
+            first.arrival = Arrival(tokens.device, n)
+        first.arrival.send(tokens)
+    return functools.partial(first.arrival.wait, n)
 
 
-def _begin(session: "Session", token: Tensor) -> Ahead | None:
-    if session.pool.states or not session.stands_ready:  # what a step does to a recurrent state cannot be taken back
+def _begin(sessions: Sequence["Session"], tokens: Tensor) -> list[Ahead] | None:
+    if sessions[0].pool.states:  # what a step does to a recurrent state cannot be taken back
         return None
-    begun = graphs.begin(session, token)
-    return begun and Ahead(*begun)
+    if not all(session.stands_ready for session in sessions):
+        return None
+    if (begun := graphs.begin(sessions, tokens)) is None:
+        return None
+    rows, in_force = begun
+    return [Ahead(logits, in_force) for logits in rows]
 
 
-def take(session: "Session", token: int) -> list[Tensor] | None:
-    """What was begun with this token behind what the session holds, if it is still that: its row of logits."""
-    ahead, session.ahead = session.ahead, None
-    return [ahead.logits] if ahead and ahead.token == token and ahead.in_force() else None
+def take(sessions: Sequence["Session"], tokens: Sequence[int]) -> list[Tensor] | None:
+    """What was begun for these sessions together, or for these and others, with these tokens behind what each holds, if
+    it is still that: their rows of logits."""
+    found = [session.ahead for session in sessions]
+    for session in sessions:
+        session.ahead = None
+    in_force = found[0] and found[0].in_force
+    for ahead, token in zip(found, tokens, strict=True):
+        if not ahead or ahead.token != token or ahead.in_force is not in_force:
+            return None
+    return [ahead.logits for ahead in found] if in_force() else None

@@ -94,7 +94,7 @@ def _run_ready(
             return None
         ids += new
     try:
-        rows = lookahead.take(sessions[0], ids[0]) if sessions[0].ahead and on_device and len(ids) == 1 else None
+        rows = lookahead.take(sessions, ids) if sessions[0].ahead and on_device else None
         rows = rows or graphs.run(sessions, ids, record=False, on_device=on_device)
     except BaseException:
         for session in sessions:

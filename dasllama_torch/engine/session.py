@@ -361,7 +361,7 @@ class Session:
             raise DasllamaError("the session has no logits to sample from: eval something first")
         logits = self.made_logits if on_device else self.logits
         if ahead and lookahead.is_possible(logits):
-            return lookahead.draw(self, logits, params)
+            return lookahead.draw([self], params, ahead=True)[0]
         return sampling.sample(logits, self.history, params, self.generator, allowed)
 
     def generate(
