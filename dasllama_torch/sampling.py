@@ -122,12 +122,12 @@ class TokenLogprob:
 
 
 def restrict(logits: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
-    """Logits f32 [V] with params.logit_bias added, and -infinity where `allowed`, bool [V], says no; None allows all.
-    The input is left as it is."""
+    """Logits f32 [V], or rows of them, with params.logit_bias added, and -infinity where `allowed`, bool [V], says no;
+    None allows all. The input is left as it is."""
     if params._bias:
-        params.check_ids(len(logits))
+        params.check_ids(logits.shape[-1])
         ids, values = (part.to(logits.device, non_blocking=True) for part in params._bias)
-        logits = logits.index_add(0, ids, values)
+        logits = logits.index_add(-1, ids, values.expand(*logits.shape[:-1], -1))
     if allowed is not None:
         logits = torch.where(allowed.to(logits.device), logits, -torch.inf)
     return logits
@@ -179,19 +179,36 @@ def draw(
     """`sample`, as an id int64 [] where the logits are, which waits for nothing; -1 for what that would raise."""
     logits = restrict(logits, params, allowed)
     seen = _seen(history, params).to(logits.device, non_blocking=True)
-    greedy = params.temp <= 0
-    number = 0.0 if greedy else torch.rand((), generator=generator, dtype=torch.float64).item()
-    return op.sample_token(
-        logits,
-        seen,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        max(params.temp, 0.0),
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        number,
+    return op.sample_token(logits, seen, *_settings(params), 0.0 if params.temp <= 0 else _number(generator))
+
+
+def _settings(params: SamplingParams) -> tuple[float, float, float, float, int, float, float]:
+    """What the op takes of them, in its order."""
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return *penalties, max(params.temp, 0.0), params.top_k, params.top_p, params.min_p
+
+
+def _number(generator: torch.Generator) -> float:
+    return torch.rand((), generator=generator, dtype=torch.float64).item()
+
+
+@torch.inference_mode()
+def draw_together(
+    logits: Sequence[Tensor],
+    histories: Sequence[Sequence[int]],
+    params: SamplingParams,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
+    """`draw` for each of several logits f32 [V] of one device, by one op -> ids int64 [n] there."""
+    rows = restrict(torch.stack(list(logits)), params)
+    seen = [_seen(history, params) for history in histories]
+    longest = max(map(len, seen))
+    padded = torch.stack([torch.nn.functional.pad(ids, (0, longest - len(ids)), value=-1) for ids in seen])
+    return op.sample_tokens(
+        rows,
+        padded.to(rows.device, non_blocking=True),
+        *_settings(params),
+        [0.0 if params.temp <= 0 else _number(generator) for generator in generators],
     )
 
 

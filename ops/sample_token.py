@@ -9,6 +9,8 @@ arXiv:2407.01082). Among equals the lower id comes first. The draw, from [0, 1),
 probabilities that are left, in the order of their ids.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -102,3 +104,47 @@ def sample_token(
 
 
 refuse_gradient(sample_token, "a draw is a step function of its logits")
+
+
+def _check_rows(
+    logits: Tensor, seen: Tensor, temp: float, top_k: int, top_p: float, min_p: float, draws: Sequence[float]
+) -> None:
+    n = len(draws)
+    require(
+        logits.dim() == 2 and len(logits) == n >= 1 and seen.dim() == 2 and len(seen) == n,
+        lambda: (
+            f"dasllama::sample_tokens: wanted logits [n, V], seen [n, s] and n draws, found {list(logits.shape)}, "
+            f"{list(seen.shape)} and {n}"
+        ),
+    )
+    for draw in draws:
+        _check(logits[0], seen[0], temp, top_k, top_p, min_p, draw)
+
+
+def _fake_rows(logits, seen, repetition, presence, frequency, temp, top_k, top_p, min_p, draws):
+    _check_rows(logits, seen, temp, top_k, top_p, min_p, draws)
+    return seen.new_empty(len(draws))
+
+
+@define(fake=_fake_rows)
+def sample_tokens(
+    logits: Tensor,
+    seen: Tensor,
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+    temp: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    draws: Sequence[float],
+) -> Tensor:
+    """`sample_token` of each row of logits f32 [n, V], which differ in what was seen, int64 [n, s], filled up with -1,
+    and in the draws -> ids int64 [n]."""
+    _check_rows(logits, seen, temp, top_k, top_p, min_p, draws)
+    rest = repetition_penalty, presence_penalty, frequency_penalty, temp, top_k, top_p, min_p
+    rows = zip(logits, seen, draws, strict=True)
+    return torch.stack([sample_token.reference(row, ids[ids != -1], *rest, draw) for row, ids, draw in rows])
+
+
+refuse_gradient(sample_tokens, "a draw is a step function of its logits")

@@ -130,6 +130,7 @@ def launches(types: list[str]) -> list:
         *(functools.partial(gated_act.gated_act_backward, x, x, x, act) for act in range(4)),
         lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, 0.4),
         lambda: sample_token.sample_token(x.view(-1), slots, 1.1, 0.1, 0.2, 0.0, 0, 1.0, 0.0, 0.0),
+        lambda: sample_token.sample_tokens(x.view(3, -1), slots[:, None], 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, [0.4] * 3),
         lambda: softcap.softcap(x, 3.0),
         lambda: softcap.softcap_backward(x, x, 3.0),
         lambda: rope.rope(x, tables, tables),

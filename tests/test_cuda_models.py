@@ -502,6 +502,7 @@ def test_steps_that_are_begun_for_several_do_not_show(oracle, monkeypatch):
     assert found[0] == wanted[0]
     assert torch.equal(found[1], wanted[1])
     assert len(set(begun) - {0}) > 1
+    assert set(report()["sample_tokens"]) == {"triton"}
 
 
 def test_a_stream_that_ends_has_evaluated_no_more_than_it_says(oracle):

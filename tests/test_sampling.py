@@ -7,7 +7,7 @@ import torch
 
 from dasllama_torch.errors import DasllamaError, KernelError
 from dasllama_torch.ops import registry
-from dasllama_torch.ops.sample_token import sample_token
+from dasllama_torch.ops.sample_token import sample_token, sample_tokens
 from dasllama_torch.sampling import SamplingParams, candidates, penalize, restrict, sample
 
 V = 1000
@@ -194,6 +194,7 @@ def test_the_op(isa):
     x, seen = logits(0, 40), torch.tensor([1, 1, 2])
     arguments = 1.1, 0.1, 0.2, 0.9, 5, 0.9, 0.01, 0.4
     torch.library.opcheck(sample_token, (x, seen, *arguments))
+    torch.library.opcheck(sample_tokens, (x[None].expand(2, -1), seen[None].expand(2, -1), *arguments[:-1], [0.4, 0.9]))
     strided = torch.stack([x, -x], 1)[:, 0]
     assert sample_token(strided, seen, *arguments) == sample_token(x, seen, *arguments)
     registry.reset_report()

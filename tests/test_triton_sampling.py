@@ -6,8 +6,9 @@ from test_sampling import EDGE, PARAMS, logits, wanted_distribution
 from triton_device import DEVICE, cases
 
 from dasllama_torch.ops.sample_token import sample_token as op
+from dasllama_torch.ops.sample_token import sample_tokens as op_rows
 from dasllama_torch.sampling import SamplingParams, candidates, penalize
-from dasllama_torch.triton_kernels.sample_token import BLOCK, sample_token
+from dasllama_torch.triton_kernels.sample_token import BLOCK, sample_token, sample_tokens
 
 INF, NAN = float("inf"), float("nan")
 SIZES = cases([1, 17, BLOCK + 5, 151_936, 262_144], 17, BLOCK + 5)
@@ -49,6 +50,31 @@ def test_cuts_of_large_vocabularies(params, spread):
     x[777] = x.max() + spread
     seen = [777, 5, 5, *range(1000, len(x), 997)]
     assert_draws_from(x, seen, temp=1.0, frequency_penalty=spread, penalty_last_n=-1, **params)
+
+
+@pytest.mark.parametrize("params", [dict(), *PARAMS])
+@pytest.mark.parametrize("n", cases([1, 17, BLOCK + 5, 151_936], 17, BLOCK + 5))
+def test_rows_are_drawn_as_each_would_be(params, n):
+    p, draws = SamplingParams(**params, frequency_penalty=0.5), [0.1, 0.77, 0.5, 0.99]
+    x = torch.stack([logits(seed, n) for seed in range(4)])
+    x[2] = NAN
+    seen = [[], [0, 0, int(x[1].argmax())], [0], [n - 1]]
+    wanted = [
+        token(row, draw, ids, **params, frequency_penalty=0.5) for row, draw, ids in zip(x, draws, seen, strict=True)
+    ]
+    ids = torch.tensor([[*each, *[-1] * (3 - len(each))] for each in seen], device=DEVICE)
+    wide = torch.zeros(4, 2 * n, device=DEVICE)
+    wide[:, n:] = x.to(DEVICE)  # rows that are not beside each other
+    rest = p.repetition_penalty, p.presence_penalty, p.frequency_penalty, p.temp, p.top_k, p.top_p, p.min_p
+    found = sample_tokens(wide[:, n:], ids, *rest, draws)
+    assert found.tolist() == wanted
+    assert wanted[2] == -1
+    if DEVICE == "cpu":  # where the op has no kernel
+        assert op_rows(x[:2], ids[:2], *rest, draws[:2]).tolist() == [
+            int(op(row, ids[ids != -1], *rest, draw)) for row, ids, draw in zip(x[:2], ids[:2], draws[:2], strict=True)
+        ]
+    with pytest.raises(RuntimeError, match="n draws"):
+        sample_tokens(wide[:, n:], ids, *rest, draws[:3])
 
 
 def test_it_is_the_token_of_the_cpu():

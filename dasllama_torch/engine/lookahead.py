@@ -39,11 +39,11 @@ def draw(sessions: Sequence["Session"], params: SamplingParams, ahead: bool) -> 
     """The next token of each of the sessions, which share a pool, from their logits f32 [V] on a GPU. ahead: the step
     of all of them is begun, where one stands ready."""
     rows = [session.made_logits for session in sessions]
-    drawn = [
-        sampling.draw(logits, session.history, params, session.generator)
-        for session, logits in zip(sessions, rows, strict=True)
-    ]
-    tokens = torch.stack(drawn) if len(drawn) > 1 else drawn[0][None]
+    histories, generators = [session.history for session in sessions], [session.generator for session in sessions]
+    if len(sessions) > 1:
+        tokens = sampling.draw_together(rows, histories, params, generators)
+    else:
+        tokens = sampling.draw(rows[0], histories[0], params, generators[0])[None]
     arrival = _sent(sessions, tokens)
     begun = None
     try:
@@ -52,8 +52,8 @@ def draw(sessions: Sequence["Session"], params: SamplingParams, ahead: bool) -> 
     finally:  # they come whatever happens
         known = arrival()
     found = [
-        sampling.checked(token, logits, session.history, params)
-        for session, logits, token in zip(sessions, rows, known, strict=True)
+        sampling.checked(token, logits, history, params)
+        for token, logits, history in zip(known, rows, histories, strict=True)
     ]
     for session, token, after in zip(sessions, found, begun or (), strict=bool(begun)):
         session.ahead, after.token = after, token
