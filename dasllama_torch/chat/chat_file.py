@@ -7,13 +7,13 @@ notes: for each message `escape_special`, and of a reply that stands as it was s
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dasllama_torch.errors import SessionFileError
+from dasllama_torch.files import appearing
 from dasllama_torch.text.tokenizer import Tokenizer
 
 from .history import Message, Sampled
@@ -34,14 +34,11 @@ def save(chat: "Chat", path: str | os.PathLike) -> None:
         "thinking": chat.thinking,
         "notes": [_note(message) for message in chat.messages],
     }
-    part = Path(f"{os.fspath(path)}.{secrets.token_hex(4)}.part")
     try:
-        part.write_text(json.dumps(data, ensure_ascii=False, indent=1), "utf-8")
-        os.replace(part, path)
+        with appearing(path) as part:
+            part.write_text(json.dumps(data, ensure_ascii=False, indent=1), "utf-8")
     except OSError as error:
         raise SessionFileError(f"{path}: the chat cannot be written: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(chat: "Chat", path: str | os.PathLike) -> None:

@@ -6,9 +6,7 @@ the bits that going on with the session would have given.
 
 import json
 import os
-import secrets
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,7 @@ from dasllama_torch.cache import snapshot
 from dasllama_torch.config import MAX_CONTEXT
 from dasllama_torch.engine.embeddings import EMBEDDING, MAX_POSITION, N_AXES, Span, has_axes
 from dasllama_torch.errors import SessionFileError
+from dasllama_torch.files import appearing
 from dasllama_torch.ops.kv_codecs import codec_pair, pair_name
 
 if TYPE_CHECKING:
@@ -77,14 +76,11 @@ def save(session: "Session", path: str | os.PathLike) -> None:
         "checkpoints": extent.checkpoints,
         "spans": spans,
     }
-    part = Path(f"{os.fspath(path)}.{secrets.token_hex(4)}.part")  # beside the file, so that one step puts it there
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {KEY: json.dumps(facts)})
-        os.replace(part, path)
+        with appearing(path) as part:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {KEY: json.dumps(facts)})
     except (OSError, SafetensorError) as error:
         raise SessionFileError(f"{path}: the session cannot be written: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class SessionFile:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dasllama_torch.errors import GGUFError, UnsupportedModel
 from dasllama_torch.export.searched_types import SEARCHED, pack
+from dasllama_torch.files import appearing
 from dasllama_torch.gguf.reader import GGUFFile, GGUFTensor
 from dasllama_torch.gguf.values import quote
 from dasllama_torch.gguf.writer import write_gguf_stream
@@ -140,12 +141,8 @@ def requantize(
     if default:
         metadata["general.file_type"] = np.uint32(_file_type(default))
         metadata["general.quantization_version"] = np.uint32(gguf.GGML_QUANT_VERSION)
-    unfinished = path_out.with_name(path_out.name + ".part")
-    try:
+    with appearing(path_out) as unfinished:
         write_gguf_stream(unfinished, file.metadata.architecture, metadata, infos, data())
-        unfinished.replace(path_out)
-    finally:
-        unfinished.unlink(missing_ok=True)
     name_of = {qtype: kind.name for qtype, kind in t.GGML_TYPES.items()}
     changes = [
         Change(
