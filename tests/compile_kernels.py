@@ -1,7 +1,7 @@
 """Compile the Triton kernels ahead of time, without a GPU, and print what was compiled: a program of its own, because
 Triton must not be interpreting when the kernels are imported.
 
-    python tests/compile_kernels.py [--targets sm_90,gfx942] [--types Q4_K,IQ3_S] [--variants]
+    python tests/compile_kernels.py [--targets sm_90,gfx942] [--types Q4_K,IQ3_S] [--variants] [--attention]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
@@ -23,7 +24,8 @@ _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
-_SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}  # bytes of shared memory of a program, at most
+# Bytes of shared memory of a program, at most.
+_SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -225,19 +227,36 @@ def launches(types: list[str]) -> list:
     return [*calls, lambda: embedding.embedding(slots, torch.zeros(9, 128, dtype=torch.uint8), ggml_types.F16, 1.0)]
 
 
+def attentions() -> list:
+    """Attention of what takes much shared memory: single rows and a prompt, caches, heads."""
+    from dasllama_torch.ops.kv_codecs import KV_CODECS
+    from dasllama_torch.triton_kernels import paged_attention
+
+    def attend(T: int, name: str, D: int) -> None:
+        codec, row = KV_CODECS[name], torch.zeros(T, dtype=torch.int32)
+        cache = torch.zeros(64, 2, 64, codec.row(D), dtype=codec.dtype)
+        args = torch.zeros(T, 8, D), cache, cache, torch.zeros(1, 64, dtype=torch.int32), row, row, row
+        paged_attention.attend(*args, 0.1, 0, 0.0, None, codec.id, codec.id, D)
+
+    cases = (1, "f16", 512), (1, "f32", 128), (1, "f32", 512), (1, "q8_0", 256), (200, "f16", 256), (200, "q8_0", 256)
+    return [functools.partial(attend, *case) for case in cases]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--types", default="Q4_K,Q6_K,IQ3_S,MXFP4")
     parser.add_argument("--variants", action="store_true", help="all that the launches have, not one of each kernel")
+    parser.add_argument("--attention", action="store_true", help="attention of wide heads alone, with all variants")
     options = parser.parse_args()
     torch.set_num_threads(1)
     targets = options.targets.split(",")
     from dasllama_torch.triton_kernels import paged_attention
 
     paged_attention.PTX = all(TARGETS[target].backend == "cuda" for target in targets)
-    with compiled(targets, options.variants) as done:
-        for launch in launches(options.types.split(",")):
+    paged_attention._is_roomy = lambda device: min(_SHARED[target] for target in targets) >= paged_attention.ROOMY
+    with compiled(targets, options.variants or options.attention) as done:
+        for launch in attentions() if options.attention else launches(options.types.split(",")):
             launch()
     for kernel, target in done:
         print(kernel, target)

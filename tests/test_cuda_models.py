@@ -505,6 +505,19 @@ def test_steps_that_are_begun_for_several_do_not_show(oracle, monkeypatch):
     assert set(report()["sample_tokens"]) == {"triton"}
 
 
+def test_what_is_begun_for_several_keeps_none_of_them(oracle):
+    model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
+    sessions = [dl.create_session(model) for _ in range(2)]
+    for i in range(3):  # the first captures the step
+        runner.run(sessions, [[i], [i + 5]], runner.ON_DEVICE)
+    lookahead.draw(sessions, dl.SamplingParams(), ahead=True)
+    first, other = sessions[0], weakref.ref(sessions[1])
+    assert first.ahead
+    del sessions
+    gc.collect()
+    assert other() is None
+
+
 def test_a_stream_that_ends_has_evaluated_no_more_than_it_says(oracle):
     model = dl.load_model(oracle / "tiny" / "llama.gguf", device="cuda")
     with dl.create_session(model) as session:

@@ -24,7 +24,7 @@ def begun(monkeypatch):
             return None
         tokens.extend(ids)
         logits, epoch = [row.clone() for row in rows], base.epoch()
-        return logits, lambda: base.epoch() == epoch
+        return logits, lambda those: base.epoch() == epoch
 
     monkeypatch.setattr(lookahead, "is_possible", lambda logits: True)
     monkeypatch.setattr(lookahead, "_sent", lambda sessions, drawn: drawn.tolist)
@@ -99,6 +99,7 @@ def test_a_stream_that_ends_holds_no_more_than_it_says(load, begun):
         stopped = dl.SamplingParams(temp=1.5, stop_ids=[ids[12]])
         shorter = [token for token, _ in session.generate(text(5, 20), stopped, 20)]
         assert shorter == ids[: ids.index(ids[12])]
+        assert session.ahead is None
         logits = session.eval([3])
         assert session.tokens == [*text(5, 20), *shorter, 3]
     with dl.create_session(model) as session:
@@ -147,6 +148,25 @@ def test_what_was_begun_for_several_is_used(load, begun, monkeypatch):
     rounds = list(zip(*(sample.tokens[:-1] for sample in samples), strict=True))
     assert begun == [token for each in rounds[1:] for token in each]
     assert len(evaluated) == 1  # the first, for which each has to copy the page that all have begun
+
+
+def test_a_draw_that_is_refused_leaves_nothing_begun(load, begun, monkeypatch):
+    """The step of the first draw was written over by that of the second, which is refused."""
+    model = load("llama")
+    with dl.create_session(model) as session, dl.create_session(model) as other:
+        for each in (session, other):
+            each.eval(text(5, 20))
+        token = session.sample(dl.SamplingParams(temp=1.0, seed=3), ahead=True)
+        monkeypatch.setattr(lookahead.sampling, "checked", raising)
+        with pytest.raises(dl.DasllamaError, match="refused"):
+            session.sample(dl.SamplingParams(logit_bias={9: 100.0}), ahead=True)
+        assert session.ahead is None
+        assert torch.equal(session.eval([token]), other.eval([token]))
+        assert torch.equal(session.eval([7]), other.eval([7]))
+
+
+def raising(*args):
+    raise dl.DasllamaError("refused")
 
 
 def test_a_recurrent_state_cannot_be_taken_back(load, begun):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from dasllama_torch import sampling
 from dasllama_torch.errors import DasllamaError, KernelError
 from dasllama_torch.ops import registry
 from dasllama_torch.ops.sample_token import sample_token, sample_tokens
@@ -316,3 +317,19 @@ def test_bias_and_mask_leave_their_input_alone():
     assert restrict(x, SamplingParams()) is x
     with pytest.raises(ValueError, match="token id 7, outside the vocabulary of 7"):
         restrict(x[:7], params)
+
+
+@pytest.mark.parametrize("params", [dict(), dict(temp=0.9, top_k=40, top_p=0.9), dict(temp=1.2, min_p=0.02)])
+def test_several_are_drawn_as_each_would_be(params):
+    """Bias, histories of other lengths and generators included, which go on alike."""
+    more = dict(repetition_penalty=1.3, frequency_penalty=0.2, penalty_last_n=7, logit_bias={3: -INF, 8: 2.0})
+    p, rows = SamplingParams(**params, **more), [logits(seed, 50) for seed in range(5)]
+    histories = [[], [1, 2, 2], list(range(20)), [int(rows[3].argmax())] * 9, [8]]
+
+    def generators():
+        return [torch.Generator().manual_seed(seed) for seed in (1, 5, 7, 7, 2**40)]
+
+    one, together = generators(), generators()
+    wanted = [int(sampling.draw(*each, p, generator)) for *each, generator in zip(rows, histories, one, strict=True)]
+    assert sampling.draw_together(rows, histories, p, together).tolist() == wanted
+    assert all(torch.equal(a.get_state(), b.get_state()) for a, b in zip(one, together, strict=True))

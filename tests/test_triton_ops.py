@@ -166,6 +166,7 @@ def test_kv_write(codecs):
         ([(1100, 1)], dict(D=16, window=600)),
         ([(90, 1), (9, 1)], dict(window=21, softcap=3.0, sinks=torch.linspace(-2, 2, 4), inert=1)),
         ([(150, 1), (33, 2)], dict(H=12, G=1, D=20, Dv=9, R=24)),
+        ([(150, 1), (70, 1)], dict(H=6, G=2, D=72, Dv=40)),
     ],
 )
 def test_paged_attention(sequences, shape, codec):

@@ -59,7 +59,7 @@ def cut_kernel(counts, tiles, runs, slots, T, BT: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def _parts(x):
-    """Three bf16 whose sum is x."""
+    """Three bf16 whose sum is x, by rounding, which leaves less to the products that are left out."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)

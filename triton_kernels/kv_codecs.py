@@ -1,9 +1,10 @@
 """How the codecs of `ops.kv_codecs` keep heads, in Triton: the only place in this backend where a codec is read or
 written.
 
-A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention reads codes as f32
-numbers, scale times code, which is exact. Its queries are rounded for keys of codes, and rotated for rotated ones;
-rotated values add up to a rotated result, which is turned back in the end (`rotate_kernel`).
+A quantized head is blocks of 32 elements: an f16 scale, then 32 bytes (q8_0) or 16 (tq4). Attention of tiles of rows
+reads codes as f32 numbers, scale times code, which is exact; that of single rows multiplies whole numbers, and scales
+the products. Queries are rounded for keys of codes, and rotated for rotated ones; rotated values add up to a rotated
+result, which is turned back in the end (`rotate_kernel`).
 """
 
 import functools

@@ -12,7 +12,7 @@ Scores and sums are f32. Where keys or values are f16, an f32 factor is split in
 bits, so that the tensor cores lose nothing of it; f32 of heads that are not wide is split into three bf16, which have
 all of its bits. A row that sees a key or a value that is not finite shows the fault, in a tile of rows by all of its
 elements, and one that does not see it is not touched by it. A row whose sequence, end or pages are out of range is NaN:
-a GPU cannot raise without waiting for it. Codes are decoded in the tile, as `kv_codecs.py` says.
+a GPU cannot raise without waiting for it. Tiles of rows decode codes, as `kv_codecs.py` says.
 T rows, H query heads, G kv heads, D and Dv head dims, P pages of R rows, S sequences of at most B pages.
 """
 
@@ -34,9 +34,11 @@ from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
 
 MOST = 512  # keys of a program where programs share rows, at most
-# Of products in a program, at most. From 64 on Triton takes wgmma, and its 3.6 then gives wrong sums, and reads where
-# nothing is, for heads of f16 that are no multiple of 16 wide.
+# Of products in a program, at most. From 64 of them, or of keys, on Triton takes wgmma, and its 3.6 then gives wrong
+# sums, and reads where nothing is, for heads of f16 that are no multiple of 16 wide.
 ROWS, WIDE_ROWS = 32, 128
+WIDEST = tl.constexpr(128)  # of the heads whose f32 tiles of rows multiply in parts: those of wider ones find no room
+ROOMY = 150 << 10  # bytes of shared memory of a program that two stages of heads of 512 need
 NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -47,6 +49,8 @@ def _product(a, b, acc):
         high = a.to(tl.float16)
         acc = tl.dot(high, b, acc)
         return tl.dot((a - high.to(tl.float32)).to(tl.float16), b, acc)
+    elif b.shape[0] > WIDEST or b.shape[1] > WIDEST:
+        return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return product(a, b, acc)
 
@@ -197,6 +201,13 @@ def _tile(gp: int, wide: bool) -> tuple[int, int, int]:
     return (WIDE_ROWS // gp, 8, 2) if wide else (ROWS // gp, 4, 3)
 
 
+def _is_roomy(device: torch.device) -> bool:
+    """Whether a program may have more shared memory than AMD's cards and NVIDIA's smaller ones give it."""
+    if not PTX or device.type != "cuda":
+        return PTX
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= ROOMY
+
+
 def _check(q: Tensor, k_cache: Tensor, block_table: Tensor, rows: dict[str, Tensor], sinks: Tensor | None) -> None:
     (G, H), T = (k_cache.shape[1], q.shape[-2]), q.shape[:-2].numel()
     require(
@@ -306,13 +317,17 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     least = [32 if CODECS[codec].block_bytes else 16 for codec in (k_codec, v_codec)]
     dp, dvp = (triton.next_power_of_2(max(n, m)) for n, m in zip((D, Dv), least, strict=True))
     halves = k_cache.dtype == v_cache.dtype == torch.float16
-    wide = max(dp, dvp) > 128
+    widest, is_even, roomy = max(dp, dvp), D % 16 == 0 == Dv % 16, _is_roomy(q.device)
     if by_row:
-        bm, bk = 1, 32 if wide else 64
-        warps, stages = 4 if gp <= 8 else 2, 3 if PTX and halves and max(dp, dvp) <= 256 else 2  # AMD has less room
+        bm, warps, stages = 1, 4 if gp <= 8 else 2, 3 if PTX and halves else 2
+        bk = 32 if widest > 128 or not is_even or not (PTX or halves) else 64
     else:
-        bm, warps, stages = _tile(gp, halves and D % 16 == 0 == Dv % 16 and not wide)
+        bm, warps, stages = _tile(gp, halves and is_even and widest <= 128)
         bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
+    if not halves and widest * (1 if by_row else 2) * (1 if roomy else 2) > 512:
+        bk = 16  # f32 of wide heads, and what codes become, fill the shared memory
+    if widest > 256:
+        stages = min(stages, 2 if roomy else 1)
     tiles, longest = triton.cdiv(T, bm), max(B * R, 1)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = (2 if by_row else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card

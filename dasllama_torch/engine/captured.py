@@ -111,23 +111,29 @@ class CapturedStep:
             return handed.rows[: len(ids)]
 
     @torch.inference_mode()
-    def begin(self, sessions: Sequence["Session"], tokens: Tensor) -> tuple[list[Tensor], Callable[[], bool]]:
+    def begin(
+        self, sessions: Sequence["Session"], tokens: Tensor
+    ) -> tuple[list[Tensor], Callable[[Sequence["Session"]], bool]]:
         """Logits f32 [V] on the GPU after tokens int64 [n] there, each at the end of a session, and whether the weights
-        are still what they were. Waits for nothing; a step that counts is counted then."""
+        are still what they were, for some of the sessions. Waits for nothing; a step that counts is counted then."""
         n = len(sessions)
         with torch.cuda.device(self._device):
             self.buffers.write(sessions, [0] * n, waits=False)
             (self._ids if n == len(self._ids) else self._ids[:n]).copy_(tokens)
             self._graph.replay()
             logits = list((self._logits if n == len(self._ids) else self._logits[:n]).clone())
-        versions, begun = self._versions(), weakref.ref(self)  # who keeps what was begun keeps no weights
+        # Who keeps what was begun keeps no weights, and no other session.
+        versions, begun, counted = self._versions(), weakref.ref(self), False
 
-        def in_force() -> bool:
+        def in_force(those: Sequence["Session"]) -> bool:
+            nonlocal counted
             step = begun()
-            if step is None or step._versions() != versions or not step.buffers.fits(sessions) or not step.is_in_place:
+            if step is None or step._versions() != versions or not step.buffers.fits(those) or not step.is_in_place:
                 return False
-            registry.count_call("step", "captured")
-            registry.count_calls(step._calls)
+            if not counted:
+                registry.count_call("step", "captured")
+                registry.count_calls(step._calls)
+            counted = True
             return True
 
         return logits, in_force

@@ -176,6 +176,7 @@ class Stream:
 
     def _end(self, why: str, by: int | str | None = None) -> None:
         self.ended, self.stats.stop, self.stats.stopped_by = True, why, by
+        self.session.ahead = None  # begun with a token that is not to come
 
 
 def _check(session: "Session", params: SamplingParams, max_tokens: int | None) -> None:

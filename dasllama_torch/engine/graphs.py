@@ -67,10 +67,12 @@ def run(
     return sessions[0].steps.run(model, pool, sessions, ids, record, on_device)
 
 
-def begin(sessions: Sequence["Session"], tokens: Tensor) -> tuple[list[Tensor], Callable[[], bool]] | None:
+def begin(
+    sessions: Sequence["Session"], tokens: Tensor
+) -> tuple[list[Tensor], Callable[[Sequence["Session"]], bool]] | None:
     """Begin, on a GPU, the step of tokens int64 [n] there, each at the end of a session, whose pages reach that far:
-    logits f32 [V] of each, and whether they may be used once the host knows the tokens. None, and nothing begun, if no
-    captured step stands ready."""
+    logits f32 [V] of each, and whether those of some sessions may be used once the host knows the tokens. None, and
+    nothing begun, if no captured step stands ready."""
     if not enabled or is_watched():
         return None
     steps = sessions[0].steps
@@ -84,7 +86,11 @@ def begin(sessions: Sequence["Session"], tokens: Tensor) -> tuple[list[Tensor], 
         epoch, (logits, in_force) = steps.epoch, step.begin(sessions, tokens)
     finally:
         steps.lock.release()
-    return logits, lambda: enabled and not is_watched() and (base.epoch(), registry.isa_epoch) == epoch and in_force()
+
+    def is_as_ever(those: Sequence["Session"]) -> bool:
+        return enabled and not is_watched() and (base.epoch(), registry.isa_epoch) == epoch and in_force(those)
+
+    return logits, is_as_ever
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The next step of a stream on a GPU, or of several together, begun with tokens that the host has not seen yet: while
 that looks whether a text ends, the GPU goes on. Should one end, or its session do something else, the step has changed
-nothing that counts: a row of keys and values behind those of the session, where its next one will stand."""
+nothing that counts: a row of keys and values behind those of the session, where its next one will stand. Where some of
+several have ended, the others go on with a step of more rows than a new one would have: equal to rounding."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 @dataclass
 class Ahead:
     """A step that was begun behind all that a session holds. token: which it evaluates, None until the host knows.
-    logits: f32 [V], on the GPU once it is done. in_force: whether it still does what the modules would; one function
-    for all sessions that it was begun for."""
+    logits: f32 [V], on the GPU once it is done. in_force: whether it still does what the modules would, for some of the
+    sessions; one function for all that it was begun for."""
 
     logits: Tensor
-    in_force: Callable[[], bool]
+    in_force: Callable[[Sequence["Session"]], bool]
     token: int | None = None
 
 
@@ -45,6 +46,8 @@ def draw(sessions: Sequence["Session"], params: SamplingParams, ahead: bool) -> 
     else:
         tokens = sampling.draw(rows[0], histories[0], params, generators[0])[None]
     arrival = _sent(sessions, tokens)
+    for session in sessions:  # what is begun takes the place of what was, whether or not it comes to be used
+        session.ahead = None
     begun = None
     try:
         if ahead:
@@ -108,4 +111,4 @@ def take(sessions: Sequence["Session"], tokens: Sequence[int]) -> list[Tensor] |
     for ahead, token in zip(found, tokens, strict=True):
         if not ahead or ahead.token != token or ahead.in_force is not in_force:
             return None
-    return [ahead.logits for ahead in found] if in_force() else None
+    return [ahead.logits for ahead in found] if in_force(sessions) else None
