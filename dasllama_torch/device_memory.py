@@ -154,13 +154,11 @@ class HostNumbers:
     def write(self, numbers: Tensor) -> None:
         """Have the device bring numbers, int64 [at most n], to the first places, behind what it was given so far. A
         kernel does: a copy is another engine's work, and to hand over to that and back takes longer."""
-        to = self.memory if self._seen is None else self._seen
-        if len(numbers) < len(to):
-            to = to[: len(numbers)]
+        n = len(numbers)
         if self._seen is None:
-            to.copy_(numbers, non_blocking=True)
+            self.memory[:n].copy_(numbers, non_blocking=True)
         else:
-            torch.bitwise_or(numbers, 0, out=to)
+            torch.bitwise_or(numbers, 0, out=self._seen[:n])
 
 
 class _Seen:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dasllama_torch.errors import ConstraintError, DasllamaError
 from dasllama_torch.ops import sample_token as op
@@ -201,12 +202,10 @@ def draw_together(
 ) -> Tensor:
     """`draw` for each of several logits f32 [V] of one device, by one op -> ids int64 [n] there."""
     rows = restrict(torch.stack(list(logits)), params)
-    seen = [_seen(history, params) for history in histories]
-    longest = max(map(len, seen))
-    padded = torch.stack([torch.nn.functional.pad(ids, (0, longest - len(ids)), value=-1) for ids in seen])
+    seen = pad_sequence([_seen(history, params) for history in histories], batch_first=True, padding_value=-1)
     return op.sample_tokens(
         rows,
-        padded.to(rows.device, non_blocking=True),
+        seen.to(rows.device, non_blocking=True),
         *_settings(params),
         [0.0 if params.temp <= 0 else _number(generator) for generator in generators],
     )

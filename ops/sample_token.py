@@ -42,7 +42,7 @@ def candidates(logits: Tensor, temp: float, top_k: int, top_p: float, min_p: flo
     return ids[:kept], probs / probs.sum()
 
 
-def _check(logits: Tensor, seen: Tensor, temp: float, top_k: int, top_p: float, min_p: float, draw: float) -> None:
+def _check(logits: Tensor, seen: Tensor, temp: float, top_k: int, top_p: float, min_p: float, *draws: float) -> None:
     require(
         logits.dtype == torch.float32 and logits.dim() == 1 and len(logits) >= 1,
         lambda: (
@@ -57,10 +57,10 @@ def _check(logits: Tensor, seen: Tensor, temp: float, top_k: int, top_p: float, 
         ),
     )
     require(
-        temp >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1 and 0 <= draw < 1,
+        temp >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1 and all(0 <= draw < 1 for draw in draws),
         lambda: (
             "dasllama::sample_token: wanted temp >= 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1] and draw in "
-            f"[0, 1), found {temp}, {top_k}, {top_p}, {min_p} and {draw}"
+            f"[0, 1), found {temp}, {top_k}, {top_p}, {min_p} and {', '.join(map(str, draws))}"
         ),
     )
 
@@ -117,8 +117,7 @@ def _check_rows(
             f"{list(seen.shape)} and {n}"
         ),
     )
-    for draw in draws:
-        _check(logits[0], seen[0], temp, top_k, top_p, min_p, draw)
+    _check(logits[0], seen[0], temp, top_k, top_p, min_p, *draws)
 
 
 def _fake_rows(logits, seen, repetition, presence, frequency, temp, top_k, top_p, min_p, draws):

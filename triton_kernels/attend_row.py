@@ -77,6 +77,21 @@ def finish(acc, top, total, sinks, h, live):
 
 
 @triton.jit
+def write(out, tops, totals, acc, top, total, sinks, z, t, T, H, h, Dv, dv, live, SHARED: tl.constexpr):
+    """What a program has found for heads h of rows t -> out; SHARED: as its part z, with maximum and denominator."""
+    if SHARED:
+        at = (z.to(tl.int64) * T + t) * H + h
+        tl.store(tops + at, top, mask=live)
+        tl.store(totals + at, total, mask=live)
+    else:
+        at = t.to(tl.int64) * H + h
+        acc = finish(acc, top, total, sinks, h, live)
+    tl.store(
+        out + at[:, None] * Dv + dv[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (dv < Dv)[None, :]
+    )
+
+
+@triton.jit
 def _approach(
     k_cache, k_page, k_slot, v_cache, v_page, v_slot, block_table, seq, pos, end, P, S, B, window, begin,
     R: tl.constexpr, BK: tl.constexpr, THREADS: tl.constexpr,
@@ -235,14 +250,4 @@ def attend_row_kernel(
     total = tl.where(broken, float("nan"), total)
     if V_CODED:
         acc = tl.reshape(acc, [DVP, GP])
-    acc = tl.trans(acc)
-    if SHARED:
-        at = (z.to(tl.int64) * T + t) * H + h
-        tl.store(tops + at, top, mask=live)
-        tl.store(totals + at, total, mask=live)
-    else:
-        at = t.to(tl.int64) * H + h
-        acc = finish(acc, top, total, sinks, h, live)
-    tl.store(
-        out + at[:, None] * Dv + dv[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (dv < Dv)[None, :]
-    )
+    write(out, tops, totals, tl.trans(acc), top, total, sinks, z, t, T, H, h, Dv, dv, live, SHARED)

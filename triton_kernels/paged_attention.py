@@ -28,7 +28,7 @@ from dasllama_torch.ops.paged_attention import paged_attention as op
 from dasllama_torch.ops.registry import count_call, fall_back, implement
 from dasllama_torch.ops.require import require
 from dasllama_torch.triton_kernels import kv_codecs
-from dasllama_torch.triton_kernels.attend_row import Fresh, attend_row_kernel, finish, product
+from dasllama_torch.triton_kernels.attend_row import Fresh, attend_row_kernel, finish, product, write
 from dasllama_torch.triton_kernels.functions import exp_of_negative, tanh
 from dasllama_torch.triton_kernels.kv_write import check_caches
 from dasllama_torch.triton_kernels.launch import PTX, await_inputs, check, early, heads_of, on_device
@@ -125,16 +125,7 @@ def paged_attention_kernel(
             top = most
         s = tl.min(tl.where(sees & (seq > s), seq, NEVER), 0)
     total = tl.where(broken, float("nan"), total)
-    if SHARED:
-        at = (z.to(tl.int64) * T + t) * H + h
-        tl.store(tops + at, top, mask=live)
-        tl.store(totals + at, total, mask=live)
-    else:
-        at = t.to(tl.int64) * H + h
-        acc = finish(acc, top, total, sinks, h, live)
-    tl.store(
-        out + at[:, None] * Dv + dv[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (dv < Dv)[None, :]
-    )
+    write(out, tops, totals, acc, top, total, sinks, z, t, T, H, h, Dv, dv, live, SHARED)
 
 
 @triton.jit
@@ -196,9 +187,23 @@ class Shared(NamedTuple):
             )  # fmt: skip
 
 
-def _tile(gp: int, wide: bool) -> tuple[int, int, int]:
-    """BM, warps, stages."""
-    return (WIDE_ROWS // gp, 8, 2) if wide else (ROWS // gp, 4, 3)
+def _tile(
+    by_row: bool, gp: int, dp: int, dvp: int, is_even: bool, k_half: bool, halves: bool, roomy: bool
+) -> tuple[int, int, int, int]:
+    """BM, BK, warps, stages. is_even: heads are multiples of 16. k_half, halves: keys are f16, or they and values."""
+    widest = max(dp, dvp)
+    if by_row:
+        bm, warps, stages = 1, 4 if gp <= 8 else 2, 3 if PTX and halves else 2
+        bk = 32 if widest > 128 or not is_even or not (PTX or halves) else 64
+    else:
+        wide = halves and is_even and widest <= 128
+        bm, warps, stages = (WIDE_ROWS // gp, 8, 2) if wide else (ROWS // gp, 4, 3)
+        bk = 64 if dp <= 128 and k_half else 32
+    if not halves and widest * (1 if by_row else 2) * (1 if roomy else 2) > 512:
+        bk = 16  # f32 of wide heads, and what codes become, fill the shared memory
+    if widest > 256:
+        stages = min(stages, 2 if roomy else 1)
+    return bm, bk, warps, stages
 
 
 def _is_roomy(device: torch.device) -> bool:
@@ -316,18 +321,9 @@ def attend(q, k_cache, v_cache, block_table, row_seq, row_pos, row_end, scale, w
     parts = triton.cdiv(H // G, gp)
     least = [32 if CODECS[codec].block_bytes else 16 for codec in (k_codec, v_codec)]
     dp, dvp = (triton.next_power_of_2(max(n, m)) for n, m in zip((D, Dv), least, strict=True))
-    halves = k_cache.dtype == v_cache.dtype == torch.float16
-    widest, is_even, roomy = max(dp, dvp), D % 16 == 0 == Dv % 16, _is_roomy(q.device)
-    if by_row:
-        bm, warps, stages = 1, 4 if gp <= 8 else 2, 3 if PTX and halves else 2
-        bk = 32 if widest > 128 or not is_even or not (PTX or halves) else 64
-    else:
-        bm, warps, stages = _tile(gp, halves and is_even and widest <= 128)
-        bk = 64 if dp <= 128 and k_cache.dtype == torch.float16 else 32
-    if not halves and widest * (1 if by_row else 2) * (1 if roomy else 2) > 512:
-        bk = 16  # f32 of wide heads, and what codes become, fill the shared memory
-    if widest > 256:
-        stages = min(stages, 2 if roomy else 1)
+    k_half, v_half = (cache.dtype == torch.float16 for cache in (k_cache, v_cache))
+    is_even, roomy = D % 16 == 0 == Dv % 16, _is_roomy(q.device)
+    bm, bk, warps, stages = _tile(by_row, gp, dp, dvp, is_even, k_half, k_half and v_half, roomy)
     tiles, longest = triton.cdiv(T, bm), max(B * R, 1)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = (2 if by_row else 1) * processors // (tiles * G * parts)  # programs that share a row, to fill the card

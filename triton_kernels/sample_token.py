@@ -294,16 +294,17 @@ def _draw(
     number: tuple[int, int] | Tensor | None,
 ) -> Tensor:
     """Ids int64 [rows]. number: that of all rows, as `_bits` has it, or int64 [rows, 2] of them, or None for temp 0."""
-    x, (rows, V) = logits.contiguous(), logits.shape
+    given, (rows, V) = logits.contiguous(), logits.shape
     shared, own = (number, None) if isinstance(number, tuple) else ((0, 0), number)
     n_blocks = triton.cdiv(V, BLOCK)
     PARTS = triton.next_power_of_2(max(n_blocks, 2))
     token, tops = seen.new_empty(rows), seen.new_empty(rows, n_blocks)
-    with on_device(x):
-        if seen.numel():
-            n, x = seen.shape[1], x.clone()
+    with on_device(given):
+        x = given
+        if n := seen.shape[1]:
+            x = given.clone()
             penalize_kernel[(triton.cdiv(n, SEEN), rows)](
-                x, logits.contiguous(), seen.contiguous(), n, V, *penalties, SEEN, num_warps=4
+                x, given, seen.contiguous(), n, V, *penalties, SEEN, num_warps=4
             )
         top_kernel[(n_blocks, rows)](tops, x, V, BLOCK, num_warps=8)
         if temp == 0:

@@ -119,9 +119,9 @@ class CapturedStep:
         n = len(sessions)
         with torch.cuda.device(self._device):
             self.buffers.write(sessions, [0] * n, waits=False)
-            (self._ids if n == len(self._ids) else self._ids[:n]).copy_(tokens)
+            self._ids[:n].copy_(tokens)
             self._graph.replay()
-            logits = list((self._logits if n == len(self._ids) else self._logits[:n]).clone())
+            logits = list(self._logits[:n].clone())
         # Who keeps what was begun keeps no weights, and no other session.
         versions, begun, counted = self._versions(), weakref.ref(self), False
 
